@@ -102,7 +102,7 @@ class Queries:
                 for pool in self._state.pools()
             ],
             [
-                (tier.used, tier.cached, tier.to_withhold, len(tier.shares), tier.protected)
+                (tier.used, tier.cached, tier.to_withhold, len(tier.accounts.shares), tier.accounts.protected)
                 for pool in self._state.pools()
                 for tier in pool.tiers
             ],
@@ -211,7 +211,7 @@ class Queries:
         for _, account in sorted(self._state.accounts.items()):
             pools = self._state.pools()
             for pool in pools:
-                device, host = (tier.blocks_of(account) for tier in pool.tiers[:2])
+                device, host = (tier.accounts.blocks_of(account) for tier in pool.tiers[:2])
                 yield account.quota, pool.pool_id, device, host
             if not pools:
                 yield account.quota, "", 0, 0

@@ -9,6 +9,7 @@ from cachemgr.retention.priority import DEFAULT_PRIORITY
 from cachemgr.types import AccountKey, Quota, TierKind
 
 if TYPE_CHECKING:
+    from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import Lease
 
 
@@ -104,6 +105,13 @@ class CacheScope:
         self.names: Sequence[object] = ()
 
 
+class RecallableOffloads(Protocol):
+    """Offloads that can still be cancelled."""
+
+    def first(self, tier: Tier, account: Account | None) -> Block | None:
+        """Of the blocks being copied to this tier, the first to evict; of one account, or of all."""
+
+
 class Writer(Protocol):
     """The sequence that fills a block."""
 
@@ -113,6 +121,9 @@ class Writer(Protocol):
     def sequence_id(self) -> str: ...
     @property
     def scope(self) -> CacheScope: ...
+    @property
+    def opened(self) -> RecallableOffloads:
+        """Offloads for the writer's blocks that no scheduler knows of yet."""
 
 
 class Node:

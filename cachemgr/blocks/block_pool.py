@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.lost_blocks import LostBlocks
-    from cachemgr.blocks.offload import CopyTicket, OffloadingWriter
+    from cachemgr.blocks.offload import CopyTicket
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.slices import Steps
@@ -46,13 +46,13 @@ _EVICTABLE = "every block without references is evictable: the ancestors of a re
 class PoolListener(Protocol):
     """The executor's side of a pool: opens and cancels copies, and follows blocks that sequences refer to."""
 
-    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: OffloadingWriter | None) -> CopyTicket:
+    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> CopyTicket:
         """Opens the copy of a block that moves to a lower tier. The copy takes over the block's reference.
 
         `occupant` has the block's old slot; the offload makes room for `writer`.
         """
 
-    def offload_recalled(self, ticket: CopyTicket, writer: OffloadingWriter) -> None:
+    def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
         """Cancels a copy to a lower tier that no scheduler knows of yet."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
@@ -189,7 +189,7 @@ class BlockPool:
 
     # Slots and references
 
-    def allocate(self, writer: OffloadingWriter | None) -> Block:
+    def allocate(self, writer: Writer | None) -> Block:
         """Returns a device block with one reference and no content, for `writer`. Requires a free block.
 
         The block that it replaces is offloaded or dropped.
@@ -198,10 +198,10 @@ class BlockPool:
         scope = None if writer is None else writer.scope
         account = None if scope is None else scope.account
         moved: Block | None = None
-        if (device.empty or device.unread) and not device.wants_own(account):
+        if (device.empty or device.unread) and not device.accounts.wants_own(account):
             block = Block(device.take_empty(), writer)
         else:
-            victim = device.victim(account) if device.shares else device.order.first()
+            victim = device.accounts.victim(account) if device.accounts.shares else device.accounts.order.first()
             assert victim is not None, _EVICTABLE
             slot = victim.index
             way = self.evict(device, victim, writer)
@@ -218,7 +218,7 @@ class BlockPool:
         device.used += 1
         device.counters.allocated += 1
         if account is not None:
-            device.count(account, blocks=1, used=1)
+            device.accounts.count(account, blocks=1, used=1)
         if moved is not None:
             self.offloader.begin(moved, block, writer)
         return block
@@ -229,9 +229,9 @@ class BlockPool:
             tier.used += 1
             tier.cached -= 1
             if account is not None:
-                tier.count(account, used=1)
+                tier.accounts.count(account, used=1)
             if block.lru_prev is not None:
-                tier.delist(block, account)
+                tier.accounts.delist(block, account)
         block.refs += 1
 
     def release(self, block: Block) -> None:
@@ -242,7 +242,7 @@ class BlockPool:
         tier, account = self.tier_of(block), account_of(block)
         tier.used -= 1
         if account is not None:
-            tier.count(account, used=-1)
+            tier.accounts.count(account, used=-1)
         if block.parent is None:
             if block.lease is not None:
                 self._leases.forget(block)
@@ -261,7 +261,7 @@ class BlockPool:
             block.recency = self.lru_clock
             self.use_times.note(self.lru_clock, self._leases.now)
         if self.is_evictable(block):
-            tier.enlist(block, account, newest=on_device)
+            tier.accounts.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
             self.report_stored(block)
 
@@ -278,8 +278,8 @@ class BlockPool:
 
     def _empty(self, tier: Tier, block: Block) -> None:
         """Frees the slot of a block that is neither used nor in the prefix tree."""
-        if tier.shares:
-            tier.count(account_of(block), blocks=-1)
+        if tier.accounts.shares:
+            tier.accounts.count(account_of(block), blocks=-1)
         if self._has_lower:
             if self.offloader.reserve(block):
                 tier.used += 1
@@ -300,14 +300,14 @@ class BlockPool:
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
-    def evict(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction:
+    def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
         """Offloads or drops an evictable block."""
-        if tier.shares:
+        if tier.accounts.shares:
             owner = account_of(victim)
-            tier.delist(victim, owner)
-            tier.count(owner, blocks=-1)
+            tier.accounts.delist(victim, owner)
+            tier.accounts.count(owner, blocks=-1)
         else:
-            tier.order.remove(victim)
+            tier.accounts.order.remove(victim)
         tier.cached -= 1
         # The mean is sampled: only every eighth slot counts.
         if victim.index & 7 == 1:
@@ -332,9 +332,9 @@ class BlockPool:
 
     def own(self, block: Block, writer: Writer) -> None:
         """Lets a writer fill a used device block that is not in the prefix tree."""
-        self.device.count(account_of(block), blocks=-1, used=-1)
+        self.device.accounts.count(account_of(block), blocks=-1, used=-1)
         block.writer, block.scope = writer, writer.scope
-        self.device.count(account_of(block), blocks=1, used=1)
+        self.device.accounts.count(account_of(block), blocks=1, used=1)
 
     # The share of memory
 
@@ -422,7 +422,7 @@ class BlockPool:
         for _ in range(slices.CHANGES):
             if device.num_empty or not self.can_withhold:
                 break
-            victim = device.victim(None)
+            victim = device.accounts.victim(None)
             assert victim is not None, _EVICTABLE
             self._give_up(victim)
             self._withhold(min(device.num_empty, device.to_withhold))
@@ -472,14 +472,14 @@ class BlockPool:
         self.blocks[block.index] = block
         tier.cached += 1
         tier.counters.restored += 1
-        tier.count(scope.account, blocks=1)
+        tier.accounts.count(scope.account, blocks=1)
         block.scope = scope
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         if block.children is not None:
             # Its children were restored earlier.
             self.count_children_in_tier(block)
         if self.is_evictable(block):
-            tier.enlist(block, scope.account, newest=False)
+            tier.accounts.enlist(block, scope.account, newest=False)
 
     def _enter(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
@@ -512,7 +512,7 @@ class BlockPool:
             # The parent of a device block is on the device, too.
             parent.children_in_tier += 1
             if parent.lru_prev is not None:
-                self.tier_of(parent).delist(parent, account_of(parent))
+                self.tier_of(parent).accounts.delist(parent, account_of(parent))
         tree.link(block, parent)
         self.tier_of(block).indexed += 1
         if self._has_lower:
@@ -527,12 +527,12 @@ class BlockPool:
         tier, before = self.tier_of(block), account_of(block)
         is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
         if is_listed:
-            tier.delist(block, before)
-        tier.count(before, blocks=-1, used=-is_used)
+            tier.accounts.delist(block, before)
+        tier.accounts.count(before, blocks=-1, used=-is_used)
         block.scope = scope
-        tier.count(scope.account, blocks=1, used=is_used)
+        tier.accounts.count(scope.account, blocks=1, used=is_used)
         if is_listed:
-            tier.enlist(block, scope.account, newest=False)
+            tier.accounts.enlist(block, scope.account, newest=False)
         self.offloader.offer(block)
 
     def supersede(self, block: Block, old: Block, step: int) -> None:
@@ -542,17 +542,17 @@ class BlockPool:
         self.offloader.drained(block)
         self.report_removed(tier, old)
         # From now on, the block counts against the account of the block that it replaces.
-        device.count(account_of(block), blocks=-1, used=-1)
+        device.accounts.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.scope = old.key, old.tokens, old.depth, old.scope
         block.hits = old.hits
-        device.count(account_of(block), blocks=1, used=1)
+        device.accounts.count(account_of(block), blocks=1, used=1)
         block.stored_step = max(block.stored_step, step)
         self.tree.replace(old, block)
         self.count_children_in_tier(block)
         if self.window is None and isinstance(parent, Block) and tier is not device:
             parent.children_in_tier += 1
             if parent.lru_prev is not None:
-                device.delist(parent, account_of(parent))
+                device.accounts.delist(parent, account_of(parent))
         tier.indexed -= 1
         device.indexed += 1
         self._leases.move(old, block)
@@ -564,7 +564,7 @@ class BlockPool:
             self.write_through.superseded(old, block)
         if not old.refs:
             if old.lru_prev is not None:
-                tier.delist(old, account_of(old))
+                tier.accounts.delist(old, account_of(old))
             tier.cached -= 1
             self._empty(tier, old)
         old.priority = DEFAULT_PRIORITY
@@ -588,16 +588,16 @@ class BlockPool:
         if parent.refs:
             self.offloader.offer(parent)
         elif parent.lru_prev is None:
-            if tier.shares:
-                tier.enlist(parent, account_of(parent), newest=False)
+            if tier.accounts.shares:
+                tier.accounts.enlist(parent, account_of(parent), newest=False)
             else:
-                tier.order.insert(parent)
+                tier.accounts.order.insert(parent)
 
     def discard(self, block: Block, cause: RemovalCause) -> None:
         """Removes a block from the prefix tree and frees a cached block's slot. With full attention: leaves only."""
         tier = self.tier_of(block)
         if block.lru_prev is not None:
-            tier.delist(block, account_of(block))
+            tier.accounts.delist(block, account_of(block))
         self.unlink(block, cause, None)
         if not block.refs:
             tier.cached -= 1
@@ -668,9 +668,9 @@ class BlockPool:
                 self.offloader.offer(block)
             else:
                 tier, account = self.tier_of(block), account_of(block)
-                tier.delist(block, account)
+                tier.accounts.delist(block, account)
                 block.priority = priority
-                tier.enlist(block, account, newest=False)
+                tier.accounts.enlist(block, account, newest=False)
         view = self.view(block)
         if changed:
             self._events.add(_UPDATED, view)

@@ -29,21 +29,6 @@ class Eviction(enum.Enum):
 _DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
-class RecallableOffloads(Protocol):
-    """Offloads that can still be cancelled."""
-
-    def first(self, tier: Tier, account: Account | None) -> Block | None:
-        """Of the blocks being copied to this tier, the first to evict; of one account, or of all."""
-
-
-class OffloadingWriter(Writer, Protocol):
-    """A writer whose allocations offload blocks."""
-
-    @property
-    def opened(self) -> RecallableOffloads:
-        """Offloads for the writer's blocks that no scheduler knows of yet."""
-
-
 class CopyTicket(Protocol):
     """An open copy from one tier to a lower tier, which has a reference to its target.
 
@@ -190,7 +175,12 @@ class WriteThrough:
 
     def _should_have_copy(self, block: Block) -> bool:
         pool, tier = self._pool, self.tier
-        if tier is None or block.parent is None or not pool.is_on_device(block) or tier.is_closed(account_of(block)):
+        if (
+            tier is None
+            or block.parent is None
+            or not pool.is_on_device(block)
+            or tier.accounts.is_closed(account_of(block))
+        ):
             return False
         if block.priority >= offload_floor(block, pool.offload_min_priority):
             return True
@@ -228,7 +218,7 @@ class Offloader:
         # Blocks that are not computed yet, in slots whose former bytes have yet to be copied.
         self.draining: dict[Block | None, CopyTicket] = {}
 
-    def offload(self, tier: Tier, victim: Block, writer: OffloadingWriter | None) -> Eviction:
+    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
         """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference."""
         pool, lower = self._pool, tier.below
         if lower is None:
@@ -236,7 +226,7 @@ class Offloader:
         # Children in lower tiers are useless without the block, so it is offloaded whatever its priority.
         carries = pool.window is None and victim.children is not None
         account = account_of(victim)
-        closed = lower.is_closed(account)
+        closed = lower.accounts.is_closed(account)
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
             return _DROPPED
         if tier is pool.device:
@@ -264,12 +254,12 @@ class Offloader:
         self._move(tier, victim, lower, index)
         lower.used += 1
         if account is not None:
-            lower.count(account, blocks=1, used=1)
+            lower.accounts.count(account, blocks=1, used=1)
         if moved is not None:
             self.begin(moved, victim, writer)
         return _OFFLOADED
 
-    def begin(self, moved: Block, occupant: Block, writer: OffloadingWriter | None) -> None:
+    def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
         """Opens the copy of a block that has moved; `occupant` has the old slot."""
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
         self.offloading[moved] = self.draining[occupant] = ticket
@@ -306,16 +296,16 @@ class Offloader:
     def demote(self, block: Block) -> bool:
         """Offloads an evictable device block now; the copy reserves its slot. False if it may not be offloaded."""
         pool, device, slot, account = self._pool, self._pool.device, block.index, account_of(block)
-        device.delist(block, account)
+        device.accounts.delist(block, account)
         device.cached -= 1
-        device.count(account, blocks=-1)
+        device.accounts.count(account, blocks=-1)
         block.refs = 1
         way = self.offload(device, block, None)
         if way is _DROPPED:
             block.refs = 0
             device.cached += 1
-            device.count(account, blocks=1)
-            device.enlist(block, account, newest=False)
+            device.accounts.count(account, blocks=1)
+            device.accounts.enlist(block, account, newest=False)
         elif way is _ALREADY_BELOW:
             device.empty.append(slot)
         else:
@@ -342,22 +332,23 @@ class Offloader:
         self._move(pool.device, block, lower, index)
         block.refs = 0
         lower.cached += 1
-        lower.count(account, blocks=1)
+        lower.accounts.count(account, blocks=1)
         if pool.is_evictable(block):
-            lower.enlist(block, account, newest=False)
+            lower.accounts.enlist(block, account, newest=False)
         pool.report_stored(block)
 
-    def _least(self, lower: Tier, account: Account | None, writer: OffloadingWriter | None) -> Block | None:
+    def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
         """The block that a lower tier evicts next: a cached block, or a block whose copy can be recalled."""
         # At its ceiling, an account replaces only its own blocks.
-        shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
-        least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
+        accounts = lower.accounts
+        shut = account is not None and accounts.is_closed(account) and not accounts.wants_own(account)
+        least = None if shut else accounts.victim(account)
         moving = None if writer is None else writer.opened.first(lower, account if shut else None)
         if moving is None or (least is not None and precedes(least, moving)):
             return least
         return moving
 
-    def _recall(self, lower: Tier, block: Block, writer: OffloadingWriter | None) -> None:
+    def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
         """Cancels the copy of a block and drops the block."""
         assert writer is not None
         pool, ticket = self._pool, self.offloading.pop(block)
@@ -365,7 +356,7 @@ class Offloader:
         self._listener.offload_recalled(ticket, writer)
         block.refs = 0
         lower.used -= 1
-        lower.count(account_of(block), blocks=-1, used=-1)
+        lower.accounts.count(account_of(block), blocks=-1, used=-1)
         if pool.window is None and block.children is not None:
             pool.lose_children(block)
         pool.unlink(block, RemovalCause.EVICTED, writer)

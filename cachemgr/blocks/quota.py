@@ -1,11 +1,14 @@
-"""Quotas in a tier: the blocks of each account, and whose block is evicted next. `Tier` asks for both."""
+"""Quotas in a tier: how many blocks each account may have, and whose block is evicted next."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 
-from cachemgr.blocks.block import Account, Block
-from cachemgr.blocks.eviction_queue import EvictionQueue, position
+from cachemgr.blocks.block import Account, Block, account_of
+from cachemgr.blocks.eviction_queue import EvictionQueue, position, precedes
+from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import TierKind
 
 
@@ -82,3 +85,143 @@ class Shares:
         self._positions[share] = at
         self._pushes += 1
         heappush(self._heap, (*at, self._pushes, share))
+
+
+class TierAccounts:
+    """The blocks of one tier by account: how many each account may have, and whose block is evicted next.
+
+    `order` has the evictable blocks of accounts without a quota, `shares` the accounts with a quota that have blocks
+    here. Floors protect `protected` cached blocks.
+    """
+
+    def __init__(self, kind: TierKind) -> None:
+        self._kind = kind
+        self.order = EvictionQueue()
+        self.shares: dict[Account, Share] = {}
+        self.protected = 0
+        self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
+
+    def allowed(
+        self, free: int, account: Account | None, claimed: Collection[Block] = (), *, within_ceiling: bool = True
+    ) -> int:
+        """Of `free` slots, those that an account may take within other accounts' floors and its own ceiling.
+
+        `claimed` are cached blocks that are about to be used and that `free` leaves out. Negative if the account is
+        above its ceiling.
+        """
+        if account is None and not self.shares:
+            return free
+        own = self._share(account)
+        theirs = Counter(account_of(block) for block in claimed) if self.shares else Counter()
+        free -= self.protected
+        for owner, count in theirs.items():
+            share = None if owner is None else self.shares.get(owner)
+            if share is not None and share is not own:
+                free += share.protected() - share.protected(count)
+        if own is not None:
+            free += own.protected()
+            if within_ceiling and own.ceiling is not None:
+                free = min(free, own.ceiling - own.used - theirs[account])
+        return free
+
+    def _share(self, account: Account | None) -> Share | None:
+        """An account's share; an empty share if the account has no blocks here."""
+        if account is None:
+            return None
+        return self.shares.get(account) or Share(account, self._kind)
+
+    def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
+        """Adds a block to its eviction order, as the newest or by its recency."""
+        share = self.shares.get(account) if account is not None else None
+        order = self.order if share is None else share.order
+        if newest:
+            order.append(block)
+        else:
+            order.insert(block)
+        if share is not None:
+            self._note(share, block)
+
+    def delist(self, block: Block, account: Account | None) -> None:
+        """Removes a block from its eviction order."""
+        share = self.shares.get(account) if account is not None else None
+        (self.order if share is None else share.order).remove(block)
+
+    def victim(self, account: Account | None) -> Block | None:
+        """The block that is evicted next for an account."""
+        if not self.shares:
+            return self.order.first()
+        first = self.order.first()
+        own = None if account is None else self.shares.get(account)
+        if own is not None and own.is_full and (block := own.order.first()) is not None:
+            return block
+        best = first
+        for block in (self.first_of_shares(), None if own is None else own.order.first()):
+            if block is not None and (best is None or precedes(block, best)):
+                best = block
+        if best is None and self._kind is TierKind.DEVICE:
+            # Descendants of a needed block may be protected. On the device only, the floor gives way.
+            best = self._holding.first()
+        return best
+
+    def first_of_shares(self) -> Block | None:
+        """The block that is evicted next among accounts above their floor."""
+        return self._losing.first()
+
+    def wants_own(self, account: Account | None) -> bool:
+        """Whether an account is at its ceiling and has an evictable block of its own."""
+        share = self.shares.get(account) if self.shares and account is not None else None
+        return share is not None and share.is_full and share.order.first() is not None
+
+    def check_ceiling(self, account: Account | None, wanted: int) -> None:
+        """Raises SequenceTooLongError if `wanted` exceeds the account's ceiling."""
+        share = self._share(account)
+        if share is not None and share.ceiling is not None and wanted > share.ceiling:
+            text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
+            raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
+
+    def is_closed(self, account: Account | None) -> bool:
+        if account is None:
+            return False
+        share = self._share(account)
+        return share is not None and share.is_full
+
+    def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
+        """Adds to the counts of an account's blocks and of its blocks in use."""
+        if account is None:
+            return
+        share = self.shares.get(account)
+        if share is None:
+            share = self.shares[account] = Share(account, self._kind)
+        self.protected -= share.protected()
+        share.count += blocks
+        share.used += used
+        if not share.count:
+            del self.shares[account]
+            return
+        self.protected += share.protected()
+        if blocks > 0 and share.count == share.floor + 1:
+            self._note(share, share.order.first())
+
+    def blocks_of(self, account: Account) -> int:
+        share = self.shares.get(account)
+        return 0 if share is None else share.count
+
+    def set_quota(self, account: Account) -> None:
+        share = self.shares.get(account)
+        if share is None:
+            return
+        self.protected -= share.protected()
+        share.floor, share.ceiling = account.floor(self._kind), account.ceiling(self._kind)
+        self.protected += share.protected()
+        self._note(share, share.order.first())
+
+    def _note(self, share: Share, block: Block | None) -> None:
+        """Notes that a share has a new first block, or has risen above its floor."""
+        if block is not None:
+            for shares in (self._losing, self._holding):
+                shares.note(share, position(block), len(self.shares))
+
+    def orders(self) -> Iterator[EvictionQueue]:
+        yield self.order
+        for share in self.shares.values():
+            yield share.order

@@ -105,7 +105,7 @@ def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> Non
     block.refs = held + 1
     pool.blocks[block.index] = block
     tier.used += 1
-    tier.count(account_of(block), blocks=1, used=1)
+    tier.accounts.count(account_of(block), blocks=1, used=1)
     tier.indexed += 1
 
 

@@ -1,18 +1,16 @@
-"""One tier of a pool: its empty slots, its evictable blocks, and the accounts that its blocks count against."""
+"""One tier of a pool: its slots, empty or not. `quota.py` has the accounts that its blocks count against."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from cachemgr.blocks.block import Account, Block, account_of
-from cachemgr.blocks.eviction_queue import EvictionQueue, position, precedes
-from cachemgr.blocks.quota import Share, Shares
+from cachemgr.blocks.block import Account, Block
+from cachemgr.blocks.quota import TierAccounts
 from cachemgr.blocks.unread_slots import UnreadSlots
-from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
 
 
@@ -87,13 +85,8 @@ class Tier:
         self._refill()
         # Set while stored blocks are read: free slots besides the empty slots.
         self.unread: UnreadSlots | None = None
-        # Evictable blocks of accounts without a quota.
-        self.order = EvictionQueue()
-        # The shares of accounts that have blocks here.
-        self.shares: dict[Account, Share] = {}
-        self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
-        # Cached blocks that the floors of all shares protect.
-        self.protected = 0
+        # The evictable blocks, and the accounts that blocks count against.
+        self.accounts = TierAccounts(kind)
 
     @property
     def total(self) -> int:
@@ -193,120 +186,4 @@ class Tier:
 
         `claimed` are cached blocks that are about to be used. Negative if the account is above its ceiling.
         """
-        free = self.free - len(claimed)
-        if account is None and not self.shares:
-            return free
-        own = self._share(account)
-        theirs = Counter(account_of(block) for block in claimed) if self.shares else Counter()
-        free -= self.protected
-        for owner, count in theirs.items():
-            share = None if owner is None else self.shares.get(owner)
-            if share is not None and share is not own:
-                free += share.protected() - share.protected(count)
-        if own is not None:
-            free += own.protected()
-            if within_ceiling and own.ceiling is not None:
-                free = min(free, own.ceiling - own.used - theirs[account])
-        return free
-
-    def _share(self, account: Account | None) -> Share | None:
-        """An account's share; an empty share if the account has no blocks here."""
-        if account is None:
-            return None
-        return self.shares.get(account) or Share(account, self.kind)
-
-    def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
-        """Adds a block to its eviction order, as the newest or by its recency."""
-        share = self.shares.get(account) if account is not None else None
-        order = self.order if share is None else share.order
-        if newest:
-            order.append(block)
-        else:
-            order.insert(block)
-        if share is not None:
-            self._note(share, block)
-
-    def delist(self, block: Block, account: Account | None) -> None:
-        """Removes a block from its eviction order."""
-        share = self.shares.get(account) if account is not None else None
-        (self.order if share is None else share.order).remove(block)
-
-    def victim(self, account: Account | None) -> Block | None:
-        """The block that is evicted next for an account."""
-        if not self.shares:
-            return self.order.first()
-        first = self.order.first()
-        own = None if account is None else self.shares.get(account)
-        if own is not None and own.is_full and (block := own.order.first()) is not None:
-            return block
-        best = first
-        for block in (self.first_of_shares(), None if own is None else own.order.first()):
-            if block is not None and (best is None or precedes(block, best)):
-                best = block
-        if best is None and self.kind is TierKind.DEVICE:
-            # Descendants of a needed block may be protected. On the device only, the floor gives way.
-            best = self._holding.first()
-        return best
-
-    def first_of_shares(self) -> Block | None:
-        """The block that is evicted next among accounts above their floor."""
-        return self._losing.first()
-
-    def wants_own(self, account: Account | None) -> bool:
-        """Whether an account is at its ceiling and has an evictable block of its own."""
-        share = self.shares.get(account) if self.shares and account is not None else None
-        return share is not None and share.is_full and share.order.first() is not None
-
-    def check_ceiling(self, account: Account | None, wanted: int) -> None:
-        """Raises SequenceTooLongError if `wanted` exceeds the account's ceiling."""
-        share = self._share(account)
-        if share is not None and share.ceiling is not None and wanted > share.ceiling:
-            text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
-            raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
-
-    def is_closed(self, account: Account | None) -> bool:
-        if account is None:
-            return False
-        share = self._share(account)
-        return share is not None and share.is_full
-
-    def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
-        """Adds to the counts of an account's blocks and of its blocks in use."""
-        if account is None:
-            return
-        share = self.shares.get(account)
-        if share is None:
-            share = self.shares[account] = Share(account, self.kind)
-        self.protected -= share.protected()
-        share.count += blocks
-        share.used += used
-        if not share.count:
-            del self.shares[account]
-            return
-        self.protected += share.protected()
-        if blocks > 0 and share.count == share.floor + 1:
-            self._note(share, share.order.first())
-
-    def blocks_of(self, account: Account) -> int:
-        share = self.shares.get(account)
-        return 0 if share is None else share.count
-
-    def set_quota(self, account: Account) -> None:
-        share = self.shares.get(account)
-        if share is None:
-            return
-        self.protected -= share.protected()
-        share.floor, share.ceiling = account.floor(self.kind), account.ceiling(self.kind)
-        self.protected += share.protected()
-        self._note(share, share.order.first())
-
-    def _note(self, share: Share, block: Block | None) -> None:
-        """Notes that a share has a new first block, or has risen above its floor."""
-        if block is not None:
-            for shares in (self._losing, self._holding):
-                shares.note(share, position(block), len(self.shares))
-
-    def orders(self) -> Iterator[EvictionQueue]:
-        yield self.order
-        for share in self.shares.values():
-            yield share.order
+        return self.accounts.allowed(self.free - len(claimed), account, claimed, within_ceiling=within_ceiling)

@@ -287,7 +287,7 @@ class OperatorCommands:
             else:
                 for pool in self._state.pools():
                     for one in pool.tiers:
-                        one.set_quota(account)
+                        one.accounts.set_quota(account)
         return quota
 
     def _check_quota(self, quota: Quota) -> None:

@@ -110,7 +110,7 @@ class _Check:
             used = cached = indexed = 0
             # Slots that were seen; and by account, all blocks and blocks in use.
             seen = bytearray(tier.size + 1)
-            accounts = {account: [0, 0] for account in tier.shares}
+            accounts = {account: [0, 0] for account in tier.accounts.shares}
             copies = pool.write_through.copies.values() if tier is pool.write_through.tier else ()
             for index in itertools.chain(tier.all_empty(), tier.withheld, copies):
                 self._mark(tier, seen, index)
@@ -140,20 +140,20 @@ class _Check:
             self._report(tier.indexed == indexed, 0, f"counts {tier.indexed} indexed {name} blocks, {indexed} are")
             once = not seen[0] and seen.count(1) == tier.size
             self._report(once, 0, f"a {name} slot is lost or has two states")
-            for account, share in tier.shares.items():
+            for account, share in tier.accounts.shares.items():
                 right = [share.count, share.used] == accounts[account]
                 self._report(right, 0, f"a quota's {name} blocks are miscounted")
                 yield
             protected, best = 0, None
-            for share in tier.shares.values():
+            for share in tier.accounts.shares.values():
                 yield
                 protected += share.protected()
                 first = share.order.first() if share.count > share.floor else None
                 if first is not None and (best is None or position(first) < position(best)):
                     best = first
-            right = tier.protected == protected
+            right = tier.accounts.protected == protected
             self._report(right, 0, f"protects another number of {name} blocks than its shares do")
-            self._report(tier.first_of_shares() is best, 0, f"would evict another {name} block than the first")
+            self._report(tier.accounts.first_of_shares() is best, 0, f"would evict another {name} block than the first")
 
     def slots(self) -> Iterator[None]:
         """Checks that each block is at its index, and is in use or cached."""
@@ -199,7 +199,10 @@ class _Check:
         """Checks that exactly the evictable blocks are in the eviction order."""
         pool, listed = self._pool, set()
         for tier in pool.tiers:
-            owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
+            owned = [
+                (None, tier.accounts.order),
+                *((account, share.order) for account, share in tier.accounts.shares.items()),
+            ]
             for account, order in owned:
                 for priority, bit, ring in order.walk():
                     age, some = -1, False
@@ -210,7 +213,7 @@ class _Check:
                             self._report(age <= block.recency, 0, f"priority {priority} is not in order of use")
                             age = block.recency
                         listed.add(block)
-                        whose = account_of(block) if account_of(block) in tier.shares else None
+                        whose = account_of(block) if account_of(block) in tier.accounts.shares else None
                         right = block.priority == priority and pool.tier_of(block) is tier and whose is account
                         self._report(right, block.index, "is in the eviction order of another tier or account")
                     self._report(bit == some, 0, f"the bit of priority {priority} is wrong")

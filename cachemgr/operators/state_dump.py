@@ -114,7 +114,7 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
     )
     for tier in pool.tiers:
         counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
-        owned = sorted(tier.shares.items(), key=lambda item: item[0].key)
+        owned = sorted(tier.accounts.shares.items(), key=lambda item: item[0].key)
         shares = [[asdict(account.quota), share.count, share.used] for account, share in owned]
         yield line(
             "tier",

@@ -188,7 +188,7 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
         free_blocks=tier.free,
         used_blocks=tier.used,
         cached_blocks=tier.cached,
-        evictable_blocks=sum(order.size for order in tier.orders()),
+        evictable_blocks=sum(order.size for order in tier.accounts.orders()),
         allocated_blocks=counters.allocated,
         removed=[
             pb.CauseCount(cause=CAUSES[cause], num_blocks=counters.removed[cause])

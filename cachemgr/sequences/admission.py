@@ -176,7 +176,7 @@ class GroupPlan:
     def check_ceiling(self, account: Account | None) -> None:
         """Raises SequenceTooLongError if a quota never allows this many slots, whatever else ends."""
         own = sum(account_of(block) is account for block in self.on_device)
-        self.pool.device.check_ceiling(account, own + self.new_blocks)
+        self.pool.device.accounts.check_ceiling(account, own + self.new_blocks)
 
 
 class Plan:

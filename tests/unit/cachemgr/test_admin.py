@@ -98,7 +98,7 @@ def miscount(pool, world):
 
 
 def leave_the_order(pool, world):
-    pool.device.order.remove(pool.device.order.first())
+    pool.device.accounts.order.remove(pool.device.accounts.order.first())
 
 
 def change_tokens(pool, world):

@@ -240,18 +240,18 @@ def protected_blocks(accounts: int) -> tuple[Tier, list[tuple[Account, Block]]]:
         block = Block(number + 1)
         block.recency, block.priority = number + 1, choose.choice((20, 35, 60))
         blocks.append((account or Account(Quota(tenant_id=f"t{number}", device_floor=2)), block))
-        tier.count(blocks[-1][0], blocks=1)
-        tier.enlist(block, blocks[-1][0], newest=True)
+        tier.accounts.count(blocks[-1][0], blocks=1)
+        tier.accounts.enlist(block, blocks[-1][0], newest=True)
     return tier, blocks
 
 
 def test_blocks_below_floors_are_evicted_in_eviction_order():
     tier, blocks = protected_blocks(300)
     lost = []
-    while (block := tier.victim(None)) is not None:
+    while (block := tier.accounts.victim(None)) is not None:
         account = next(account for account, one in blocks if one is block)
-        tier.delist(block, account)
-        tier.count(account, blocks=-1)
+        tier.accounts.delist(block, account)
+        tier.accounts.count(account, blocks=-1)
         lost.append(block)
     assert lost == sorted((block for _, block in blocks), key=position)
 
