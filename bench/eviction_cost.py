@@ -1,7 +1,8 @@
 """Speed of token eviction: the same requests with policies and without, in turns.
 
-Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
-above every length. Prompts are computed one after the other, with one output token each, with and without a policy.
+Run it with `make bench-eviction-cost`. "scores alone" measures attention in every step and never evicts: its budget
+is larger than any sequence. Prompts are computed one after the other, with one output token each, with and
+without a policy.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
     "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
 }
-# A sequence that caches its prompt for others moves to private blocks; all other sequences cache nothing.
+# The only policy here whose prompts are cached: a sequence moves to private blocks before it evicts.
 CACHED = "norm sum, prompts cached"
 DECODE = next(case for case in CASES if case.name == "W3")
 PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
@@ -64,7 +65,7 @@ def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.St
 
 
 async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dict[str, float]:
-    """Runs all requests at once; returns tokens per second after the first tokens, and blocks."""
+    """Runs all requests at once; returns the rate after all first tokens, the most blocks, and the evicted tokens."""
     async with watched(stack) as usage:
         outputs = await generate_all(stack.scheduler, requests, concurrency=len(requests))
     begin, end = max(one.token_times[0] for one in outputs), max(one.token_times[-1] for one in outputs)
@@ -77,7 +78,7 @@ async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dic
 
 
 async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dict[str, float]:
-    """Prompt tokens per second, and their ratio to the rate without a policy; each prompt runs both ways in a row."""
+    """Returns the prompt rate, and its ratio to the rate without a policy. Each prompt runs in both ways, in turns."""
     seconds = {True: 0.0, False: 0.0}
     pairs = zip(_requests(PROMPTS, corpus, variant, name), _requests(PROMPTS, corpus, variant, "none"), strict=True)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
@@ -91,7 +92,7 @@ async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dic
 
 
 async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Measures all figures of all repeats, by policy; the first turn is a warm-up and is not kept."""
+    """Returns the figures of each policy, with one value per repeat. Short outputs warm up the stack beforehand."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     others = Others(processes(stack).values())
     short = replace(DECODE, output_tokens=64)
@@ -129,7 +130,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
                 f"{statistics.median(figures['evicted']):.0f}",
             ]
         )
-    of = "of\nnone"
+    of = "ratio\nto none"
     speeds = ["decoding\ntokens/s", of, "prompts\ntokens/s", of]
     return table(["", *speeds, "most\nblocks", of, "tokens\nevicted"], rows)
 

@@ -7,7 +7,7 @@ GENERATED = "<!-- Written by make reference. -->\n\n"
 
 
 def escaped(text: str) -> str:
-    """A text in one line that no renderer takes for HTML, for a column's end or for emphasis."""
+    """Returns the text in one line, with the signs escaped that Markdown takes for HTML, columns or emphasis."""
     text = " ".join(text.split())
     for sign, shown in (("<", "&lt;"), ("|", "&#124;"), ("*", r"\*")):
         text = text.replace(sign, shown)
@@ -15,7 +15,7 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A text as code, also in a table, where renderers differ about a | in code."""
+    """Returns the text as code, with commas in place of |, which ends a table's cell in some renderers."""
     return f"`{text.replace('|', ', ')}`"
 
 
@@ -36,5 +36,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def anchor(heading: str) -> str:
-    """The anchor of a heading of letters, digits, spaces and /."""
+    """Returns the anchor of a heading: in lower case, with hyphens for spaces and without other signs."""
     return "".join(sign for sign in heading.lower().replace(" ", "-") if sign.isalnum() or sign in "-_")

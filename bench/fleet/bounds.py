@@ -17,8 +17,8 @@ from functools import partial
 
 from bench.fleet.client import Answer
 from bench.fleet.workload import Request
+from scheduler.router.expected_seconds import Candidate, Match, Rates
 from scheduler.router.policies import POLICIES, Policy, Prompt
-from scheduler.router.score import Candidate, Match, Rates
 
 PLACED = "placed (simulated)"
 # Tokens that one key stands for.

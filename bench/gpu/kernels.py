@@ -63,7 +63,7 @@ def check(_: Bench) -> Sequence[Figure]:
 
 
 def check_on(device: str) -> None:
-    """Checks the kernels on any device; on a CPU, torch replaces the kernels."""
+    """Checks the kernels on a GPU, or on a CPU the torch functions that replace them there."""
     wrong = []
     backend = "cuda" if device == "cuda" else "torch"
     for dtype, bar in BARS.items():
@@ -240,7 +240,7 @@ def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
 def bandwidth(_: Bench) -> Sequence[Figure]:
     """Bandwidth of a copy on the device, many times larger than its caches, counting bytes read and written.
 
-    Returns the faster of the driver's own copy and a kernel's copy, as either may be slower.
+    Returns the faster of the driver's own copy and a kernel's copy: neither always is.
     """
     free = torch.cuda.mem_get_info()[0]
     source = torch.empty(min(1 << 30, free // 16), dtype=torch.int32, device="cuda").random_()
@@ -253,7 +253,7 @@ def bandwidth(_: Bench) -> Sequence[Figure]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of the last tokens of several equally long sequences, paged and contiguous."""
+    """Attention of the last tokens of several sequences: paged, and contiguous if they are equally long."""
 
     query: Tensor
     k_cache: Tensor
@@ -324,7 +324,7 @@ class Problem:
         """Raises WrongError if our output differs from torch's, [S, Hq, Q, D]."""
         ours = self.paged().view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
         error = ratio(ours, theirs)
-        note(f"  ours beside torch's: {error:.1e}")
+        note(f"  relative difference from torch: {error:.1e}")
         if not error < BETWEEN:
             raise WrongError(f"attention is off by {error:.1e} from torch's")
 

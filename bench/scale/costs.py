@@ -1,6 +1,6 @@
 """Cost of an admission by the number of tenants, rules, quotas, sessions, hints, pins and salts.
 
-Each row is the median process time of one call on a cached prompt, which should not grow with the number of others.
+Each row is the median process time of one call on a cached prompt. More tenants, rules or pins should not raise it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from protos.errors import InvalidField
 
 BLOCK = 16
 PROMPT = array("I", range(64 * BLOCK + 1))
-# A million sessions compute after this prompt; the time depends on its length.
+# Up to a million sessions have this prompt. It is short, since the benchmark's duration grows with its length.
 SYSTEM_PROMPT = array("I", range(4 * BLOCK + 1))
 SIZES = (1, 1_000, 100_000)
 RUNS = 31
-# The calls that callers make.
+# The calls with a limit on their growth.
 CALLS = ("admission", "release", "refused admission")
 # Seconds that leases and pins of others last.
 LASTS = 3600.0
-# Limit of a call's cost with the largest number of others, as a multiple of its cost without others.
+# The limit on a call's cost at the largest size, as a multiple of its cost at the smallest size.
 GROWTH = 2.0
 
 
@@ -78,7 +78,7 @@ class Costs:
         return median(one for one, _ in times), median(other for _, other in times)
 
     def refused(self) -> float:
-        """The median of an admission that finds too few free blocks."""
+        """The median process time of an admission, in ms, that is refused for lack of free blocks."""
         free = self.manager.queries.pools()[0].free_blocks - 8
         while free > 0:
             hog = AdmitRequest("hog", "s", 1, "e", array("I", bytes(4 * free * BLOCK)), no_store=True, no_read=True)
@@ -102,7 +102,7 @@ class Costs:
 
 
 def rows(blocks: int) -> Iterator[Row]:
-    """The rows of this module; the number of others is at most the number of blocks."""
+    """The rows of this module, without sizes above `blocks`."""
     sizes = [size for size in SIZES if size <= blocks]
     yield from _grown("rules, each with its own prefix", sizes, _rules(prefix=True))
     yield from _grown("rules, each with its own salt", sizes, _rules(prefix=False))
@@ -129,7 +129,7 @@ def _grown(name: str, sizes: Sequence[int], measure: Callable[[int], Made]) -> I
             yield Row(f"{call}, {size:,} {name}", cost, "ms")
             first.setdefault(call, cost)
             if size == sizes[-1] and call in CALLS:
-                yield Row(f"{call}: as a multiple", cost / first[call], "x", GROWTH)
+                yield Row(f"{call}, {size:,} {name}: as a multiple of {sizes[0]}", cost / first[call], "x", GROWTH)
 
 
 def _both(costs: Costs, **options: object) -> Made:
@@ -157,7 +157,7 @@ def _rules(*, prefix: bool) -> Callable[[int], Made]:
 
 def _tenants(*, quotas: bool) -> Callable[[int], Made]:
     def measure(size: int) -> Made:
-        # The cache has the same size for all sizes, so that only the number of tenants grows.
+        # The cache is equally large for all numbers of tenants, so that only their number changes.
         costs = Costs(2 * max(SIZES))
         for number in range(size):
             names = {"salt": f"s{number}", "tenant_id": f"t{number}"}
@@ -196,7 +196,7 @@ def _pins(size: int) -> Made:
 
 
 def _sessions(sizes: list[int]) -> Iterator[Row]:
-    """All sessions lease one system prompt, and each continues after it by itself."""
+    """All sessions lease one system prompt; the calls are measured at several numbers of sessions."""
     costs = Costs(100_000)
     retention = Retention((RetentionRange(0, None, 60, LASTS),), 60, LASTS)
     begun, first, longest = 0, (0.0, 0.0), 0.0
@@ -210,5 +210,5 @@ def _sessions(sizes: list[int]) -> Iterator[Row]:
         for call, cost in zip(("admission", "release"), found, strict=True):
             yield Row(f"{call}, {size:,} sessions lease one prompt", cost, "ms")
     for call, cost, before in zip(("admission", "release"), found, first, strict=True):
-        yield Row(f"{call}: as a multiple", cost / before, "x", GROWTH)
+        yield Row(f"{call}, {size:,} sessions: as a multiple of {sizes[0]}", cost / before, "x", GROWTH)
     yield Row("longest call of them all", longest, "ms", 50)

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
-from cachemgr.blocks.eviction_queue import precedes
+from cachemgr.blocks.eviction_order import precedes
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import offload_floor

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 
 from cachemgr.blocks.block import Account, Block, account_of
-from cachemgr.blocks.eviction_queue import EvictionQueue, position, precedes
+from cachemgr.blocks.eviction_order import EvictionQueue, position, precedes
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import TierKind
 
@@ -26,7 +26,7 @@ class Share:
         self.order = EvictionQueue()
 
     def protected(self, claimed: int = 0) -> int:
-        """Cached blocks that only the account may evict, once sequences have claimed `claimed` of them."""
+        """How many cached blocks only the account may evict, after `claimed` of its blocks have come into use."""
         return max(0, min(self.count, self.floor) - self.used - claimed)
 
     @property
@@ -36,22 +36,22 @@ class Share:
 
 
 class Shares:
-    """Finds the share whose block is evicted next, of thousands of shares: all, or only shares above their floor.
+    """Finds which of thousands of shares loses a block next; with `floors_count`, only shares above their floor.
 
-    In the heap, a share has the position of its first block or an earlier position, which is corrected when found.
+    An entry of the heap may be too early, since the share's first block has changed. `first` corrects such entries.
     """
 
     __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
 
     def __init__(self, *, floors_count: bool) -> None:
         self._floors_count = floors_count
-        # (priority, recency, number of the push, share); stale if it differs from the share's current position.
+        # (priority, recency, number of the push, share). An entry is stale if `_positions` has another position.
         self._heap: list[tuple[int, int, int, Share]] = []
         self._positions: dict[Share, tuple[int, int]] = {}
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
-        """Notes that a share has an evictable block at this position. There are at most `most` shares."""
+        """Notes that a share has an evictable block at this position. most: the number of shares bounds the heap."""
         position = self._positions.get(share)
         if (position is not None and position <= at) or not self._may_lose(share):
             return
@@ -90,8 +90,8 @@ class Shares:
 class TierAccounts:
     """The blocks of one tier by account: how many each account may have, and whose block is evicted next.
 
-    `order` has the evictable blocks of accounts without a quota, `shares` the accounts with a quota that have blocks
-    here. Floors protect `protected` cached blocks.
+    `order` has the evictable blocks that no quota covers, `shares` the accounts that have blocks here. `protected` is
+    the number of cached blocks that floors protect.
     """
 
     def __init__(self, kind: TierKind) -> None:
@@ -104,7 +104,7 @@ class TierAccounts:
     def allowed(
         self, free: int, account: Account | None, claimed: Collection[Block] = (), *, within_ceiling: bool = True
     ) -> int:
-        """Of `free` slots, those that an account may take within other accounts' floors and its own ceiling.
+        """How many of `free` slots an account may take within other accounts' floors and its own ceiling.
 
         `claimed` are cached blocks that are about to be used and that `free` leaves out. Negative if the account is
         above its ceiling.
@@ -147,7 +147,7 @@ class TierAccounts:
         (self.order if share is None else share.order).remove(block)
 
     def victim(self, account: Account | None) -> Block | None:
-        """The block that is evicted next for an account."""
+        """The block that is evicted when an account needs a slot."""
         if not self.shares:
             return self.order.first()
         first = self.order.first()
@@ -159,7 +159,7 @@ class TierAccounts:
             if block is not None and (best is None or precedes(block, best)):
                 best = block
         if best is None and self._kind is TierKind.DEVICE:
-            # Descendants of a needed block may be protected. On the device only, the floor gives way.
+            # Protected children may keep all other blocks from eviction. On the device, floors then give way.
             best = self._holding.first()
         return best
 

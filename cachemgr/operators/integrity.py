@@ -9,7 +9,7 @@ from functools import partial
 
 from cachemgr.blocks.block import Block, Node, account_of
 from cachemgr.blocks.block_pool import BlockPool
-from cachemgr.blocks.eviction_queue import position
+from cachemgr.blocks.eviction_order import position
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of

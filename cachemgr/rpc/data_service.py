@@ -22,7 +22,7 @@ from protos.rpc.epochs import check_epoch
 # ruff: noqa: N802, ARG002
 
 
-# The limit on admissions of one call, as other calls wait meanwhile.
+# The limit on admissions of one call: other calls run only between its slices.
 MAX_ADMISSIONS = 256
 
 
@@ -55,9 +55,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     def register(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, later: bool = False
     ) -> pb.RegisterExecutorResponse:
-        """Registers an executor; `later`: stored blocks follow by `restore_blocks` until `end_recovery`.
+        """Registers an executor; `later`: stored blocks are added by `restore_blocks` until `end_recovery`.
 
-        `spec` is the converted request, since converting very many slots again would take long.
+        `spec` is `request`, converted: converting very many slots a second time would take long.
         """
         manager = self._manager
         restored = self.context.mutations.run(
@@ -72,7 +72,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def _end_epoch(self, spec: ExecutorSpec, store: IndexStore) -> None:
         """Ends the epoch of a restarted executor with very many blocks; its lower tiers are read from the store."""
-        # If Redis lacks blocks of the index, a long call is better than the loss of these blocks.
+        # If Redis lacks blocks of the index, the epoch goes on: the registration takes long, but loses no block.
         is_stored = await store.flush_soon()
         if is_stored and self._manager.is_too_large_to_carry_over(spec):
             self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
@@ -82,7 +82,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     ) -> pb.RegisterExecutorResponse:
         """Registers an executor and waits a moment for its stored blocks, which may enter the index later.
 
-        Raises SchedulerFirstError if there may be blocks into which an earlier manager's sequences may still write.
+        Raises SchedulerFirstError if sequences that an earlier manager admitted may still write to stored blocks.
         """
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
@@ -127,11 +127,14 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
-        """Admits as many sequences as fit; other calls may run between two. Raises the first admission's error."""
+        """Admits sequences in order, up to the first that fails or finds no room. Other calls run between slices.
+
+        A sequence without room within its quota does not stop later ones. Raises only errors of `admissions[0]`.
+        """
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
-        # By executor and account: the answer to the first admission that waits for its quota, reused for later ones.
+        # By executor and account with a full quota: the answer, which later admissions of the account get at once.
         full: dict[tuple[str, AccountKey | None], pb.AdmitSequenceResponse] = {}
         end = perf_counter() + SLICE_SECONDS
         for admission in request.admissions:
@@ -155,7 +158,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @logged
     def _AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
-        """Admits a sequence. A request that polls for blocks has a span only for the call that allocates them."""
+        """Admits a sequence. Schedulers repeat a call that finds no room; only the call that admits ends in a span."""
         span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequences", request.traceparent)
         admission = self._manager.admit(convert.admit_request(request))
         if admission.admitted and span is not tracing.OFF:
@@ -190,7 +193,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @mutation
     def HoldSequence(self, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:
-        """Keeps blocks beyond the end of their sequence."""
+        """Keeps a sequence's blocks after the sequence has ended."""
         held = self._manager.hold(_caller(request), request.sequence_id, request.owner, seconds(request.duration))
         return pb.HoldSequenceResponse(held_blocks=held)
 

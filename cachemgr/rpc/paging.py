@@ -43,7 +43,7 @@ def decode_token(listing: str, token: str) -> str:
 
 
 def decode_number(listing: str, token: str) -> int:
-    """Does as `decode_token`, for listings in order of a number; 0 for an empty token."""
+    """Like `decode_token`, for listings in order of a number; 0 for an empty token."""
     cursor = decode_token(listing, token) or "0"
     # Python refuses to parse much longer numbers.
     if not cursor.isdecimal() or len(cursor) > len(str(sys.maxsize)) or int(cursor) > sys.maxsize:
@@ -52,7 +52,7 @@ def decode_number(listing: str, token: str) -> int:
 
 
 def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
-    """Does as `decode_token`, for listings in order of several values of these types; () for an empty token."""
+    """Like `decode_token`, for listings in order of several values of the types `kinds`; () for an empty token."""
     cursor = decode_token(listing, token) or "[]"
     try:
         key = json.loads(cursor)
@@ -66,7 +66,7 @@ def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
 async def cut_in_slices(
     items: Iterable[T | None], limit: int, listing: str, cursor: Callable[[T], object]
 ) -> tuple[list[T], str]:
-    """Does as `cut`, for a long search, while other calls are served. None stands for an item that does not match."""
+    """Like `cut`, for a long search during which other calls run. None stands for an item that does not match."""
     found: list[T] = []
     async for part in sliced(items):
         found += [item for item in part if item is not None]

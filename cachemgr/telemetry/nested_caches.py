@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.eviction_queue import EvictionQueue
+from cachemgr.blocks.eviction_order import EvictionQueue
 from cachemgr.blocks.prefix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
 from cachemgr.retention.priority import RetentionRequest

@@ -7,9 +7,9 @@ from protos.rpc.errors import InvalidField
 
 
 def folder_below(root: Path, path: str, setting: str, files: Iterable[str]) -> Path:
-    """Returns a folder below a root, given by its path or its path from the root. files: names or patterns to be read.
+    """Returns the folder below `root` that `path` names. files: names or patterns of the files to be read from it.
 
-    Links are followed before it is checked whether their targets lie below the root. Raises InvalidField.
+    Follows links, and checks that their targets lie below the root. Raises InvalidField.
     """
     root = root.resolve()
     try:

@@ -1,4 +1,7 @@
-"""The simpler policies: each ranks single tokens by a score and always keeps the first and the last tokens."""
+"""Policies that rank single tokens by a score, and always keep the first and the last tokens.
+
+`areas.py` and `rkv.py` have the policies that choose whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Ranked(Evictor):
         return complement(lowest(worth, positions, slots - count), slots)
 
     def worth(self, view: KvView, scores: Tensor, protected: Tensor, evicted: int) -> Tensor:
-        """[.., T] float32: the `evicted` lowest are evicted. protected: [.., T] bool, the tokens that always stay."""
+        """[.., T] float32: the tokens with the lowest values are evicted.
+
+        protected: [.., T] bool, the tokens that always stay. evicted: the number of tokens to evict.
+        """
         del view, evicted
         return scores.masked_fill(protected, torch.inf)
 
@@ -53,7 +59,7 @@ class AttentionRanked(Ranked):
         return ScoreAccumulator(self.sums.at_least(slots))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Adds the weights that the forward pass has not added."""
+        """Adds the weights of a step, unless the forward pass has added them by `accumulator`."""
         del new
         if scores is not None and scores.accumulator is None:
             self.sums.add(scores.weights)
@@ -76,16 +82,16 @@ class SlidingWindow(Ranked):
     """
 
     def scores(self, view: KvView) -> Tensor:
-        """[1, 1, T] float32. Of positions that are equal as floats, the earlier is evicted."""
+        """[1, 1, T] float32: the positions. Of large positions that are equal as floats, the earlier is evicted."""
         return view.positions[:1, :1].to(torch.float32)
 
 
 class AdaptiveWindow(AttentionRanked):
     """A sliding window that reaches as far back as recent queries attend to.
 
-    The kept tokens are considered in pieces of one period. A piece is worth keeping if its share of the attention, on
-    average over all heads, is more than an eviction may lose. Each head counts the same: a head that nearly always
-    attends to the first tokens has little attention left for other tokens.
+    The kept tokens are grouped by age, one period in each group. A group is worth keeping if its share of the attention
+    is more than an eviction may lose. Shares leave out the first tokens, and each head has the same weight. Otherwise,
+    a head that mostly attends to the first tokens would hardly count.
     """
 
     def scores(self, view: KvView) -> Tensor:
@@ -101,7 +107,7 @@ class AdaptiveWindow(AttentionRanked):
         policy, slots, positions = self.policy, view.positions.shape[-1], view.positions[0, 0]
         assert policy.bounds is not None
         assert policy.most_kept is not None
-        # By each token's age when the sequence next evicts. First tokens, which may be older, have no weight.
+        # A token's group follows from its age at the next eviction. The first tokens may be older; they have no weight.
         ahead = max(0, policy.most_kept - slots)
         count = (slots + ahead) // policy.period + 1
         steps = ((view.computed - 1 + ahead - positions) // policy.period).clamp(max=count - 1)
@@ -124,7 +130,7 @@ class Last(SlidingWindow):
 
 
 class H2O(AttentionRanked):
-    """Keeps the tokens with the most attention, summed over all queries, beside a recent half.
+    """Keeps the newest tokens, half of the budget by default, and the others with the most attention over all queries.
 
     Zhang et al. 2023, H2O, section 4.
     """
@@ -165,7 +171,7 @@ class Tova(Ranked):
 
     Oren et al. 2024, Transformers are Multi-State RNNs, section 3.2: TOVA.
 
-    An eviction reindexes nothing: the next step's query replaces this one.
+    `reindex` does nothing: the next step replaces the weights before they are read again.
     """
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
@@ -177,7 +183,7 @@ class Tova(Ranked):
         del new
         self._weights.clear()
         if scores is not None:
-            # The sum over heads is ordered as their mean is.
+            # Sums over heads rank tokens as means do.
             self._weights.add(scores.weights.sum(1, keepdim=True))
 
     def scores(self, view: KvView) -> Tensor:
@@ -192,9 +198,9 @@ class Tova(Ranked):
 class H2OTova(AttentionRanked):
     """Keeps the tokens that the last query attends to most, like TOVA, and also those that H2O would keep.
 
-    TOVA chooses half of the unprotected tokens that stay. The sum over all queries predicts best what the further text
-    attends to; the last query attends to what the text is about to use. In a step with several tokens, all its queries
-    count as the last query.
+    TOVA chooses half of the unprotected tokens that stay. The sum over all queries predicts best which tokens later
+    text attends to; the last query shows which tokens the next words need. In a step with several tokens, all its
+    queries count as the last query.
     """
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
@@ -224,18 +230,18 @@ class H2OTova(AttentionRanked):
         return scores.scatter(-1, spared, torch.inf)
 
     def _by_layer(self, view: KvView, values: Tensor) -> Tensor:
-        """[L, Hkv, T] float32: a token's sum over the heads of its layer, whose slots hold different tokens."""
+        """[L, Hkv, T] float32: each token's sum over the heads of its layer, which keep different tokens."""
         positions = view.positions.flatten(1)
         sums = values.new_zeros(values.shape[0], view.computed).scatter_add_(-1, positions, values.flatten(1))
         return sums.gather(-1, positions).view_as(values)
 
 
 class RoCo(AttentionRanked):
-    """Evicts, of the tokens whose attention varies least over the queries that saw them, those with the lowest mean.
+    """Evicts the tokens with the lowest mean attention, but spares those whose attention varies most between queries.
 
     Ren and Zhu 2024, On the Efficacy of Eviction Policy, section 4: RoCo.
 
-    As many tokens are kept for their variation as for being recent: in the paper, they replace the recent tokens.
+    As many varying tokens are spared as recent tokens are kept. In the paper, they take the place of recent tokens.
     """
 
     uses_squares: ClassVar[bool] = True
@@ -254,7 +260,7 @@ class RoCo(AttentionRanked):
             raise ValueError("attention has no squares, which this policy needs")
         self._squares.add(scores.squares)
         if self._query_heads is None:
-            # All weights of a query head and row sum to 1.
+            # The weights of each query head and query sum to 1, so that their total counts the query heads.
             layers, kv_heads, _ = scores.weights.shape
             self._query_heads = (scores.weights.sum() / (scores.rows * layers * kv_heads)).round()
 

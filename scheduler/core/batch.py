@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
 from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer, TokenMeta
-from scheduler.core.blame import Suspects, blame
+from scheduler.core.executor_loss import Suspects, blame, next_attempt
 from scheduler.core.onloading import CopyTracker
 from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import InFlightStep
 from scheduler.errors import ExecutorLostError
-from scheduler.request import MAX_FAILURES, Tier
+from scheduler.request import Tier
 from scheduler.sequence import Eviction, LeaveReason, Sequence
 
 # Steps between reports of progress that is not urgent: the cache manager allocates ahead, and a call per step would
@@ -409,11 +409,11 @@ class RunningBatch:
         self.cache_update.released.append(sequence.handle)
         self.cache_update.cancelled_tickets += self.copies.cancel(sequence)
         if sequence.leave_reason.is_admitted_again:
-            attempt = sequence.next_attempt()
-            if attempt.failures < MAX_FAILURES:
-                self.updates.retried.append(attempt)
-            else:
+            attempt = next_attempt(sequence)
+            if attempt is None:
                 self.updates.given_up.append(sequence.request.arrival)
+            else:
+                self.updates.retried.append(attempt)
         for other in self._followers.pop(sequence.handle, ()):
             if not other.started and other.cached_tokens > reliable:
                 self.leave(other, LeaveReason.RESTARTED)

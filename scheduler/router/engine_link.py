@@ -16,7 +16,7 @@ from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import Security
 from scheduler.request import Adapter
-from scheduler.router.score import Rates
+from scheduler.router.expected_seconds import Rates
 from scheduler.router.view import Owner
 
 if TYPE_CHECKING:

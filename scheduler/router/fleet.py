@@ -18,12 +18,12 @@ from scheduler.frontend.engine_messages import SentSample, start_request
 from scheduler.metrics import StepLoad
 from scheduler.request import Adapter, AdmissionAttempt, Request
 from scheduler.router.engine_link import HESITATION_SECONDS, EngineLink
+from scheduler.router.expected_seconds import Candidate, Match, Rates, levelled
 from scheduler.router.key_index import KeyIndex
 from scheduler.router.key_space import KeySpace
 from scheduler.router.metrics import RouterMetrics
 from scheduler.router.notes import Note, Notes
 from scheduler.router.policies import Policy, Prompt
-from scheduler.router.score import Candidate, Match, Rates, levelled
 from scheduler.router.view import CacheView, Owner
 
 _NO_KEYS: array[int] = array("Q")

@@ -14,8 +14,8 @@ from protos.kvcommon.block_keys import extend_chain
 from protos.kvcommon.key_index import Entry, FormatError, IndexedExecutor, block_name, executor_name
 from protos.kvcommon.tokens import TOKEN_BYTES, packed_bytes
 from protos.rpc.redis_client import UNAVAILABLE, open_redis, reason
+from scheduler.router.expected_seconds import Match
 from scheduler.router.key_space import KeySpace
-from scheduler.router.score import Match
 
 # How long a decision waits at most, in seconds.
 LOOKUP_SECONDS = 0.02

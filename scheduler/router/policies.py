@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from scheduler.router.score import Candidate, seconds_of_streams, seconds_to_compute, seconds_to_first_token
+from scheduler.router.expected_seconds import Candidate, seconds_of_streams, seconds_to_compute, seconds_to_first_token
 
 # Costs that are this close count as equal: a share of the smaller cost, plus seconds. Measurements are not more exact.
 TIE_SHARE, TIE_SECONDS = 0.02, 0.002

@@ -19,9 +19,9 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import Security
+from scheduler.router.expected_seconds import Match
 from scheduler.router.key_space import KeySpace
 from scheduler.router.key_table import KeyTable, Numbers
-from scheduler.router.score import Match
 
 # Bits of a mask for each lane, which hold the number of a tier, 0 for none.
 _WIDTH, _LANE = 2, 3

@@ -1,4 +1,4 @@
-"""The extensions of OpenAI's requests for the cache. The validator that gRPC uses checks values."""
+"""Cache fields beyond OpenAI's requests. The validator of gRPC requests checks most of their values later."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def _seconds(value: object) -> object:
 
 
 def bounds(low: float, high: float) -> dict[str, JsonValue]:
-    """Returns bounds for the description only: the validator checks them."""
+    """Returns bounds for the JSON schema only: the common validator checks the value."""
     return {"minimum": low, "maximum": high}
 
 
@@ -58,7 +58,7 @@ class EnumName:
 
 
 def is_encodable(value: str) -> bool:
-    """Returns whether a text can be encoded as UTF-8: JSON may have halves of surrogate pairs, a message may not."""
+    """Returns whether a text can be encoded as UTF-8: JSON may have unpaired surrogates, protobuf may not."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -67,13 +67,13 @@ def is_encodable(value: str) -> bool:
 
 
 def encodable(value: str) -> str:
-    """Returns the text. Raises ValueError if no message can hold it."""
+    """Returns the text. Raises ValueError if it cannot be encoded as UTF-8, as protobuf requires."""
     if not is_encodable(value):
-        raise ValueError("must not have a half of a surrogate pair")
+        raise ValueError("must not have an unpaired surrogate")
     return value
 
 
-# Types of a message's fields.
+# Types with the ranges of protobuf's types.
 Text = Annotated[str, AfterValidator(encodable)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -90,7 +90,7 @@ Seconds = Annotated[
     Field(ge=_LEAST_SECONDS, le=validation.MAX_SECONDS),
     WithJsonSchema({"anyOf": _SECONDS_SCHEMA}),
 ]
-# OpenAI's prompt_cache_retention: seconds, or nothing.
+# OpenAI's prompt_cache_retention: a duration; in_memory and null ask for no retention.
 _IN_MEMORY = ("in_memory", "in-memory")
 RetentionSeconds = Annotated[
     Seconds | None,
@@ -102,7 +102,7 @@ RetentionSeconds = Annotated[
 # Stops at the first error: a caller is told only one.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-# More fields than any object has; an object with even more fields is refused unread.
+# More fields than any object has. An object with more fields is refused before its fields are read.
 _MAX_FIELDS = 256
 
 
@@ -118,7 +118,7 @@ class LimitedModel(BaseModel):
             raise ValueError(f"has more than {_MAX_FIELDS} fields")
         for index, name in enumerate(value if isinstance(value, dict) else ()):
             if not is_encodable(name):
-                raise ValueError(f"must not have a half of a surrogate pair in the name of its field {index}")
+                raise ValueError(f"must not have an unpaired surrogate in the name of its field {index}")
         return value
 
 
@@ -145,14 +145,14 @@ class CacheControl(StrictModel):
 
 
 class PromptCacheBreakpoint(StrictModel):
-    """OpenAI's name for cache_control: the prompt up to here is kept, as long as the request's ttl without one."""
+    """OpenAI's name for cache_control. Without a ttl, the request's ttl counts."""
 
     mode: Literal["explicit"] = "explicit"
     ttl: Seconds | None = None
 
 
 class PromptCacheOptions(StrictModel):
-    """OpenAI's options for the prompt's place in the cache."""
+    """OpenAI's options for how the prompt is cached."""
 
     mode: Literal["implicit", "explicit"] = Field(
         "implicit", description='With "explicit" only the prompt up to its last breakpoint is stored.'
@@ -161,13 +161,13 @@ class PromptCacheOptions(StrictModel):
     prewarm: bool | None = Field(None, description="The prompt is computed and stored, and no token is generated.")
     comparison_response_id: Text | None = Field(
         None,
-        description="A recent response; the answer says why this request reused less of its prompt than it could.",
+        description="The id of a recent response. The answer says why less of the prompt was reused than possible.",
         json_schema_extra={"minLength": 1},
     )
 
 
 class Diagnostics(StrictModel):
-    """Anthropic's name for a comparison."""
+    """Anthropic's form of comparison_response_id."""
 
     previous_message_id: Text | None = Field(
         None, description="A recent response to compare with; null for none.", json_schema_extra={"minLength": 1}
@@ -234,7 +234,7 @@ class HintAction(StrictModel):
     action_id: Text = Field(json_schema_extra={"minLength": 1})
     action_type: Text
     action_version: Text = "0.1"
-    # Checked when it becomes a message: pydantic would name the branches of a JSON type as fields in errors.
+    # Checked on conversion to protobuf: errors of pydantic would name branches of a JSON type as if they were fields.
     payload: Annotated[dict[Any, Any], WithJsonSchema({"type": "object"})] = {}
 
 

@@ -28,7 +28,7 @@ def _schema_text(value: object) -> object:
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     if not is_encodable(text):
-        raise ValueError("must not have a half of a surrogate pair")
+        raise ValueError("must not have an unpaired surrogate")
     return text
 
 

@@ -410,7 +410,7 @@ def _check_payload(value: object, path: str, levels: int, most: int = _PAYLOAD_L
     if levels < 0:
         raise InvalidField(path, f"is nested more than {most} levels deep")
     if isinstance(value, str) and not is_encodable(value):
-        raise InvalidField(path, "must not have a half of a surrogate pair")
+        raise InvalidField(path, "must not have an unpaired surrogate")
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         raise InvalidField(path, "must be a finite number that a double holds")
     if isinstance(value, list):
@@ -419,7 +419,7 @@ def _check_payload(value: object, path: str, levels: int, most: int = _PAYLOAD_L
     if isinstance(value, dict):
         for index, (name, item) in enumerate(value.items()):
             if not is_encodable(name):
-                raise InvalidField(path, f"must not have a half of a surrogate pair in the name of its field {index}")
+                raise InvalidField(path, f"must not have an unpaired surrogate in the name of its field {index}")
             _check_payload(item, f"{path}.{name[:_NAME_CHARACTERS]}", levels - 1, most)
 
 

@@ -12,9 +12,9 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPED = re.compile(r'["\\/bfnrt]')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
-# Halves of a surrogate pair, as escapes.
+# Unpaired surrogates, as escapes.
 _FIRST_HALF, _SECOND_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-# Replaces a half of a surrogate pair, which a caller could not send back.
+# Replaces an unpaired surrogate, which a caller could not send back.
 _REPLACEMENT = "\\ufffd"
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
@@ -107,7 +107,7 @@ def _read_string(source: Source, write: Write) -> Steps[None]:
 
 
 def _read_escape(source: Source, write: Write) -> Steps[None]:
-    """Reads an escape, or two escapes for one character. A half of a surrogate pair becomes U+FFFD."""
+    """Reads an escape, or two escapes for one character. An unpaired surrogate becomes U+FFFD."""
     escape = yield from source.following(2)
     if escape[1] == "u":
         escape += yield from source.following(4)

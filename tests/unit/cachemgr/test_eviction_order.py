@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionQueue
+from cachemgr.blocks.eviction_order import EvictionQueue
 from tests.support.work import work_of
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cachemgr.blocks.block import Account, Block
-from cachemgr.blocks.eviction_queue import position
+from cachemgr.blocks.eviction_order import position
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash

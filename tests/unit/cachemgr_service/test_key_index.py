@@ -22,7 +22,7 @@ from protos.kvcommon.key_index import Entry, IndexedExecutor, block_name, execut
 from protos.kvcommon.tokens import pack, packed_bytes
 from protos.rpc.redis_client import open_redis
 from scheduler.router import key_index as reading
-from scheduler.router.score import Match
+from scheduler.router.expected_seconds import Match
 from tests.support import redis_servers
 from tests.support.in_process_manager import BLOCK, FINGERPRINT, PATIENT, World
 from tests.support.local_redis import LocalRedis

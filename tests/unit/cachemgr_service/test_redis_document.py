@@ -12,8 +12,8 @@ from run_stack import redis_problem
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
 from scheduler.router import key_index
+from scheduler.router.expected_seconds import Match
 from scheduler.router.key_index import KeyIndex
-from scheduler.router.score import Match
 from tests.stack import ROOT
 from tests.support.cachemgr_client import BLOCK_SIZE, EXECUTOR
 from tests.support.managers import Managers, agreed, cached, make_rule, pin, rules, share, sync_redis

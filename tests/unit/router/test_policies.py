@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.router.expected_seconds import Candidate, Match, Rates, levelled, seconds_to_first_token
 from scheduler.router.policies import (
     IMBALANCE,
     POLICIES,
@@ -15,7 +16,6 @@ from scheduler.router.policies import (
     RoundRobin,
     Session,
 )
-from scheduler.router.score import Candidate, Match, Rates, levelled, seconds_to_first_token
 
 BLOCK = 16
 KEYS = list(range(1, 65))

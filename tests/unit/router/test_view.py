@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from scheduler.router.score import Match
+from scheduler.router.expected_seconds import Match
 from scheduler.router.view import CacheView, Generation, Owner
 from tests.support.cache_view import assert_nothing_leaks
 from tests.support.generation import generate, greedy_request

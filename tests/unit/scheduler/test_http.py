@@ -137,11 +137,11 @@ async def test_bodies_that_are_no_requests_are_refused(stack: Stack, address: st
         '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
         + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions[0].payload.a.a",
         '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
-        '{"\\ud800": 1}}]}}': "kv_hints.actions[0].payload must not have a half of a surrogate pair in",
+        '{"\\ud800": 1}}]}}': "kv_hints.actions[0].payload must not have an unpaired surrogate in",
         '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
         '{"p": [1e999]}}]}}': "kv_hints.actions[0].payload.p[0] must be a finite number",
-        '{"prompt": "x", "\\ud800": 1}': "half of a surrogate pair in the name of its field 1",
-        '{"prompt": ["x", "\\ud800"]}': "prompt[1] must not have a half of a surrogate pair",
+        '{"prompt": "x", "\\ud800": 1}': "unpaired surrogate in the name of its field 1",
+        '{"prompt": ["x", "\\ud800"]}': "prompt[1] must not have an unpaired surrogate",
     }.items():  # fmt: skip
         answer = await ask(address, "POST", path, body.encode("latin-1"))
         assert answer.status == 400, body[:50]

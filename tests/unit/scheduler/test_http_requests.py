@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"chat_template_kwargs": {"x": value}}, "chat_template_kwargs.x must be a finite number")
         for value in NO_DOUBLES
     ),
-    ({"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs.x[0] must not have a half of a surrogate"),
+    ({"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs.x[0] must not have an unpaired surrogate"),
     ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort cannot be"),
     (said(role="user", content=None), "messages[1].content is missing"),
     (said(reasoning="a", reasoning_content="b"), "messages[1].reasoning cannot be given with another"),

@@ -494,7 +494,7 @@ async def test_every_wrong_field_of_tools_is_named_and_nothing_runs(run_stack: S
 
 async def test_numbers_and_texts_that_no_prompt_holds_are_refused_with_their_place(run_stack: StackFactory) -> None:
     async with talking(run_stack) as (_, caller):
-        for value, words in (("1e999", "must be a finite number"), ('"\\ud800"', "half of a surrogate pair")):
+        for value, words in (("1e999", "must be a finite number"), ('"\\ud800"', "unpaired surrogate")):
             tool = '{"type": "function", "function": {"name": "f", "parameters": {"x": [0, ' + value + "]}}}"
             body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}'
             answer = await ask(caller.base_url.netloc.decode(), "POST", "/v1/chat/completions", body)

@@ -65,7 +65,7 @@ FOUND: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\u00e9\\\\\\"\\"} "}</tool_call>', "",
      [("f", '{"a": "\\u00e9\\""}')]),
     ("hermes", '<tool_call>{"arguments": " {}", "name": "f"}</tool_call>', "", [("f", "{}")]),
-    # Halves of surrogate pairs.
+    # Unpaired surrogates.
     ("hermes",
      r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d\uDE00 \ud83d \ude00\ud83d\ud83d\ude00\ud83d\u0041"}}', "",
      [("f", r'{"a": "\ud83d\uDE00 \ufffd \ufffd\ufffd\ud83d\ude00\ufffd\u0041"}')]),

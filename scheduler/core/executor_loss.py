@@ -1,11 +1,15 @@
-"""Which sequences may be why the executor was lost: a request that crashes the executor must not do so for ever."""
+"""What the loss of the executor means for requests: all start again, but a request that crashes executors fails.
+
+`StepLoop` notices the loss, and `RunningBatch.restart_all` ends all sequences.
+"""
 
 from scheduler.core.step_message import InFlightStep
+from scheduler.request import MAX_FAILURES, AdmissionAttempt
 from scheduler.sequence import Sequence
 
 
 class Suspects:
-    """Sequences that the executor was lost over more than once, without a new token in between."""
+    """Sequences that computed at more than one loss of the executor, without a new token since."""
 
     def __init__(self) -> None:
         self._by_handle: dict[int, Sequence] = {}
@@ -26,8 +30,14 @@ class Suspects:
         return 1 if self._by_handle else None
 
 
+def next_attempt(sequence: Sequence) -> AdmissionAttempt | None:
+    """Returns the request with all its tokens so far, to be admitted again; None after MAX_FAILURES failures."""
+    attempt = sequence.next_attempt()
+    return attempt if attempt.failures < MAX_FAILURES else None
+
+
 def blame(step: InFlightStep) -> None:
-    """Counts a failure of each sequence without a new token in the step during which the executor was lost."""
+    """Adds a failure to each sequence of the step during which the executor was lost, unless it has new tokens."""
     accused = [sequence for sequence, _, _ in step.compute if not sequence.has_new_tokens]
     for sequence in accused:
         # For a suspect, count only failures that no other sequence could have caused.

@@ -1,6 +1,6 @@
-"""The expected time to first token of a prompt on each engine, from what the engines have measured themselves.
+"""Expected times of a prompt on each engine, from what the engines have measured themselves: parts of a score.
 
-Pure: no clock, no I/O.
+`policies.Cost` adds the parts up. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which cached blocks are evicted."""
+"""The order in which cached blocks are evicted; `BlockPool.evict` evicts them."""
 
 from __future__ import annotations
 
