@@ -3,8 +3,8 @@
 isort:skip_file
 vLLM's engine as gateways call it. The scheduler serves it beside generation.v1, for gateways such as smg.
 
-Names and numbers are those of smg-grpc-proto, as its clients speak them. Fields that have messages of their own there
-and are refused here have empty ones.
+Names and numbers are those of smg-grpc-proto, as its clients speak them. Fields that have messages of their own
+there and are refused here have empty ones.
 """
 
 from collections import abc as _abc

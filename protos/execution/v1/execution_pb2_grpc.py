@@ -91,10 +91,10 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamSteps(self, request_iterator, context):
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
-        the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-        registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
-        SCHEDULER_LEFT.
+        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
+        of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
+        the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
+        session gets SCHEDULER_LEFT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,8 +124,8 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CompileGrammar(self, request, context):
-        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
-        it.
+        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
+        with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

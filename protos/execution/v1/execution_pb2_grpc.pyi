@@ -38,10 +38,10 @@ class ExecutorServiceStub:
     GetExecutor: _grpc.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]
     """The executor's name, epoch, device and memory."""
     StreamSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
-    the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-    registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
-    SCHEDULER_LEFT.
+    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
+    of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
+    the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
+    session gets SCHEDULER_LEFT.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]
     """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
@@ -54,8 +54,8 @@ class ExecutorServiceStub:
     manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
     """
     CompileGrammar: _grpc.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]
-    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
-    it.
+    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
+    with it.
     """
 
 @_typing.type_check_only
@@ -68,10 +68,10 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     GetExecutor: _aio.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]  # type: ignore[assignment]
     """The executor's name, epoch, device and memory."""
     StreamSteps: _aio.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]  # type: ignore[assignment]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
-    the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-    registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
-    SCHEDULER_LEFT.
+    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
+    of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
+    the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
+    session gets SCHEDULER_LEFT.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
@@ -84,8 +84,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
     """
     CompileGrammar: _aio.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]  # type: ignore[assignment]
-    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
-    it.
+    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
+    with it.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,10 +113,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_execution_pb2.StreamStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.StreamStepsResponse], _abc.AsyncIterator[_execution_pb2.StreamStepsResponse]]:
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
-        the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
-        registered that opened the last session. A step of a scheduler whose lease has ended since it opened the session gets
-        SCHEDULER_LEFT.
+        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
+        of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
+        the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
+        session gets SCHEDULER_LEFT.
         """
 
     @_abc_1.abstractmethod
@@ -153,8 +153,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.CompileGrammarRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.CompileGrammarResponse, _abc.Awaitable[_execution_pb2.CompileGrammarResponse]]:
-        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong with
-        it.
+        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
+        with it.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -353,8 +353,9 @@ class SchedulerAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
-        are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+        """Has the executor compute with other weights, if its settings allow this. Running requests continue: their tokens so
+        far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are evicted before
+        all others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -696,7 +697,7 @@ class EngineService:
 
 
 class RouterServiceStub:
-    """What a router knows of the engines behind it, for operators.
+    """What a router knows about its engines, for operators.
     """
 
     def __init__(self, channel):
@@ -713,7 +714,7 @@ class RouterServiceStub:
 
 
 class RouterServiceServicer:
-    """What a router knows of the engines behind it, for operators.
+    """What a router knows about its engines, for operators.
     """
 
     def ListEngines(self, request, context):
@@ -740,7 +741,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService:
-    """What a router knows of the engines behind it, for operators.
+    """What a router knows about its engines, for operators.
     """
 
     @staticmethod

@@ -127,8 +127,9 @@ class SchedulerAdminServiceStub:
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_generation_pb2.UnloadAdapterRequest, _generation_pb2.UnloadAdapterResponse]
     """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_generation_pb2.UpdateWeightsRequest, _generation_pb2.UpdateWeightsResponse]
-    """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
-    are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+    """Has the executor compute with other weights, if its settings allow this. Running requests continue: their tokens so
+    far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are evicted before
+    all others.
     """
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestsRequest, _generation_pb2.AbortRequestsResponse]
     """Ends live requests of any tenant: their streams end with what there is of their output."""
@@ -147,8 +148,9 @@ class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_generation_pb2.UnloadAdapterRequest, _generation_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_generation_pb2.UpdateWeightsRequest, _generation_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
-    are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+    """Has the executor compute with other weights, if its settings allow this. Running requests continue: their tokens so
+    far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are evicted before
+    all others.
     """
     AbortRequests: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequestsRequest, _generation_pb2.AbortRequestsResponse]  # type: ignore[assignment]
     """Ends live requests of any tenant: their streams end with what there is of their output."""
@@ -194,8 +196,9 @@ class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.UpdateWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.UpdateWeightsResponse, _abc.Awaitable[_generation_pb2.UpdateWeightsResponse]]:
-        """Has the executor compute with other weights, if its settings allow that. Running requests go on: their tokens so far
-        are computed anew with these. Blocks of other weights stay, match no prompt, and are evicted before all others.
+        """Has the executor compute with other weights, if its settings allow this. Running requests continue: their tokens so
+        far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are evicted before
+        all others.
         """
 
     @_abc_1.abstractmethod
@@ -252,7 +255,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RouterServiceStub:
-    """What a router knows of the engines behind it, for operators."""
+    """What a router knows about its engines, for operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -263,14 +266,14 @@ class RouterServiceStub:
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
-    """What a router knows of the engines behind it, for operators."""
+    """What a router knows about its engines, for operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListEngines: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListEnginesRequest, _generation_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Lists the engines of the fleet."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What a router knows of the engines behind it, for operators."""
+    """What a router knows about its engines, for operators."""
 
     @_abc_1.abstractmethod
     def ListEngines(

@@ -113,8 +113,8 @@ class CacheManagerServiceServicer:
 
     def UpdateWeights(self, request, context):
         """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
-        are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
-        those that were admitted before belong to the weights of before.
+        are evicted before all other blocks. If their version returns, they match again. The executor runs no sequence
+        during this call: sequences that were admitted earlier belong to the earlier weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -692,9 +692,9 @@ class CacheAdminServiceServicer:
     """
 
     def CheckPool(self, request, context):
-        """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
-        meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
-        only large pools meet: repeat it, or drain the schedulers.
+        """Recounts a pool, or all pools, and reports every contradiction. Reads in slices between other calls, and begins
+        again when blocks change. ABORTED with STATE_CHANGES when blocks keep changing for 20 s, which only large pools
+        meet: repeat the call, or drain the schedulers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -799,8 +799,8 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeBlocks(self, request, context):
-        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
-        begins, it drops and counts those that are not in use when their turn comes.
+        """Drops cached blocks that no sequence uses, in slices between other calls. Of the blocks that are cached when the
+        call begins, the call drops and counts those that are not in use when their turn comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -808,9 +808,9 @@ class CacheAdminServiceServicer:
 
     def ForgetBlocks(self, request, context):
         """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-        meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
-        another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
-        of blocks that were evicted or offloaded before, until they are written again.
+        in between: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+        another session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call.
+        Free slots keep the bytes of blocks that were evicted or offloaded before, until the slots are written again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,8 +41,8 @@ class CacheManagerServiceStub:
     """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateWeightsRequest, _kvcache_pb2.UpdateWeightsResponse]
     """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
-    are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
-    those that were admitted before belong to the weights of before.
+    are evicted before all other blocks. If their version returns, they match again. The executor runs no sequence
+    during this call: sequences that were admitted earlier belong to the earlier weights.
     """
     RegisterScheduler: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
@@ -76,8 +76,8 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateWeightsRequest, _kvcache_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
-    are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
-    those that were admitted before belong to the weights of before.
+    are evicted before all other blocks. If their version returns, they match again. The executor runs no sequence
+    during this call: sequences that were admitted earlier belong to the earlier weights.
     """
     RegisterScheduler: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.RegisterSchedulerRequest, _kvcache_pb2.RegisterSchedulerResponse]  # type: ignore[assignment]
     """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one."""
@@ -126,8 +126,8 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.UpdateWeightsResponse, _abc.Awaitable[_kvcache_pb2.UpdateWeightsResponse]]:
         """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
-        are evicted before all others; back at their version, they match again. The executor runs no sequence meanwhile:
-        those that were admitted before belong to the weights of before.
+        are evicted before all other blocks. If their version returns, they match again. The executor runs no sequence
+        during this call: sequences that were admitted earlier belong to the earlier weights.
         """
 
     @_abc_1.abstractmethod
@@ -206,9 +206,9 @@ class CacheAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheAdminServiceAsyncStub: ...
     CheckPool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CheckPoolRequest, _kvcache_pb2.CheckPoolResponse]
-    """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
-    meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
-    only large pools meet: repeat it, or drain the schedulers.
+    """Recounts a pool, or all pools, and reports every contradiction. Reads in slices between other calls, and begins
+    again when blocks change. ABORTED with STATE_CHANGES when blocks keep changing for 20 s, which only large pools
+    meet: repeat the call, or drain the schedulers.
     """
     ListPools: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListPoolsRequest, _kvcache_pb2.ListPoolsResponse]
     """Lists pools with their counters."""
@@ -239,14 +239,14 @@ class CacheAdminServiceStub:
     PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
     """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     PurgeBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]
-    """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
-    begins, it drops and counts those that are not in use when their turn comes.
+    """Drops cached blocks that no sequence uses, in slices between other calls. Of the blocks that are cached when the
+    call begins, the call drops and counts those that are not in use when their turn comes.
     """
     ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]
     """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-    meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
-    another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
-    of blocks that were evicted or offloaded before, until they are written again.
+    in between: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+    another session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call.
+    Free slots keep the bytes of blocks that were evicted or offloaded before, until the slots are written again.
     """
     CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
     """Makes a rule for requests without retention requests of their own. It applies from the start of the call."""
@@ -273,9 +273,9 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckPool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CheckPoolRequest, _kvcache_pb2.CheckPoolResponse]  # type: ignore[assignment]
-    """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
-    meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
-    only large pools meet: repeat it, or drain the schedulers.
+    """Recounts a pool, or all pools, and reports every contradiction. Reads in slices between other calls, and begins
+    again when blocks change. ABORTED with STATE_CHANGES when blocks keep changing for 20 s, which only large pools
+    meet: repeat the call, or drain the schedulers.
     """
     ListPools: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListPoolsRequest, _kvcache_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """Lists pools with their counters."""
@@ -306,14 +306,14 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
     """Predicts the blocks that an admission would reuse and allocate; changes nothing."""
     PurgeBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]  # type: ignore[assignment]
-    """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
-    begins, it drops and counts those that are not in use when their turn comes.
+    """Drops cached blocks that no sequence uses, in slices between other calls. Of the blocks that are cached when the
+    call begins, the call drops and counts those that are not in use when their turn comes.
     """
     ForgetBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
     """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-    meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
-    another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
-    of blocks that were evicted or offloaded before, until they are written again.
+    in between: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+    another session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call.
+    Free slots keep the bytes of blocks that were evicted or offloaded before, until the slots are written again.
     """
     CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
     """Makes a rule for requests without retention requests of their own. It applies from the start of the call."""
@@ -343,9 +343,9 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.CheckPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.CheckPoolResponse, _abc.Awaitable[_kvcache_pb2.CheckPoolResponse]]:
-        """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
-        meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
-        only large pools meet: repeat it, or drain the schedulers.
+        """Recounts a pool, or all pools, and reports every contradiction. Reads in slices between other calls, and begins
+        again when blocks change. ABORTED with STATE_CHANGES when blocks keep changing for 20 s, which only large pools
+        meet: repeat the call, or drain the schedulers.
         """
 
     @_abc_1.abstractmethod
@@ -466,8 +466,8 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.PurgeBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.PurgeBlocksResponse, _abc.Awaitable[_kvcache_pb2.PurgeBlocksResponse]]:
-        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of the blocks that are cached when it
-        begins, it drops and counts those that are not in use when their turn comes.
+        """Drops cached blocks that no sequence uses, in slices between other calls. Of the blocks that are cached when the
+        call begins, the call drops and counts those that are not in use when their turn comes.
         """
 
     @_abc_1.abstractmethod
@@ -477,9 +477,9 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ForgetBlocksResponse, _abc.Awaitable[_kvcache_pb2.ForgetBlocksResponse]]:
         """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-        meanwhile: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
-        another session uses by then stay. A call without an answer may have removed some of them: repeat it. Free slots keep the bytes
-        of blocks that were evicted or offloaded before, until they are written again.
+        in between: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
+        another session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call.
+        Free slots keep the bytes of blocks that were evicted or offloaded before, until the slots are written again.
         """
 
     @_abc_1.abstractmethod
