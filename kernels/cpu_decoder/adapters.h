@@ -1,34 +1,35 @@
-// What adapters add to the products of layers, of low rank (Hu et al. 2021, section 4.1): scale * (x A^T) B^T.
+// Low-rank adapters (Hu et al. 2021, section 4.1) add scale * (x A^T) B^T to the products of layers.
 #pragma once
 
 #include <memory>
 
 #include "matmul.h"
 
-// Columns that share an A: half a tile, as a tile of gate and up has columns of two projections.
+// Columns that share an A: half a tile, because a tile of gate and up has columns of two projections.
 constexpr int HALF = TILE / 2;
 
-// The matrices of a layer, and the most projections that one of them joins.
+// The matrices of a layer, and the most projections that one matrix joins.
 enum Matrix : int64_t { QKV_MATRIX, OUT_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX, MATRICES };
 constexpr int64_t MOST_PARTS = 3;
 
-// One matrix of an adapter as callers have it: a [parts][rank][k], b [n][rank] in the order of the matrix's columns.
-// rank 0: nothing is added.
+// One matrix of an adapter, as callers store it: a [parts][rank][k], b [n][rank] in the order of the matrix's columns.
+// If `rank` is 0, nothing is added.
 struct AdapterMatrix {
   const float *a, *b;
   int64_t rank, parts, n, k;
   float scale[MOST_PARTS];
 };
 
-// The same as it is multiplied: b [2 * tiles][rank][HALF], so that what a tile needs lies in one piece.
+// The same matrix, in the layout for multiplication: b [2 * tiles][rank][HALF], so that everything that a tile needs is
+// contiguous.
 struct Addition {
   int64_t rank = 0, parts = 0, k = 0;
   float scale[MOST_PARTS] = {};
   const void *a = nullptr, *b = nullptr;
 };
 
-// Owns its weights, in floats or in bfloat16. Steps share it: a thread that lost its core may still read it when it is
-// no longer served.
+// Owns an adapter's weights, in floats or in bfloat16. Steps share the adapter, because a thread that lost its core may
+// still read the weights when the adapter is no longer served.
 class Adapter {
  public:
   // matrices: MATRICES for each layer.
@@ -55,7 +56,7 @@ class Adapter {
   int64_t size() const { return halves ? 2 : 4; }
 
   const bool halves;
-  // Most ranks of all projections of a matrix together.
+  // The largest total rank of a matrix, over all its projections together.
   int64_t widest = 0;
 
  private:
@@ -90,13 +91,13 @@ class Adapter {
   std::unique_ptr<char, Free> memory;
 };
 
-// Tokens of one adapter, one behind the other in a batch. adapter: what decoder_adapter has returned.
+// Consecutive tokens of a batch that use one adapter. adapter: the return value of decoder_adapter.
 struct AdapterSpan {
   const std::shared_ptr<const Adapter> *adapter;
   int64_t begin, end;
 };
 
-// sums [M][N] += x [M][k] times rows of A, N of them, both along k.
+// sums [M][N] += x [M][k] times N rows of A: dot products along k.
 template <int M, int N, class T, class W>
 static inline void dot_products(const T *x, int64_t stride, const W *a, int64_t k, Vec (&sums)[M][N]) {
   int64_t i = 0;
@@ -127,7 +128,7 @@ static inline void dot_products(const T *x, int64_t stride, const W *a, int64_t 
   }
 }
 
-// Rows whose products with A are computed together, and rows of A.
+// Rows of x, and rows of A, whose products are computed together.
 constexpr int LOW_ROWS = 4, LOW_RANKS = 4;
 
 template <int M, int N, class T, class W>
@@ -140,7 +141,7 @@ static inline void lower_some(const T *x, int64_t stride, const Addition &additi
       to[m * to_stride + first + n] = sum(sums[m][n]) * addition.scale[(first + n) / addition.rank];
 }
 
-// to [rows][first to end] = scale * (x A^T), of at most LOW_ROWS rows.
+// to [rows][first to end] = scale * (x A^T), for at most LOW_ROWS rows.
 template <class T, class W, int M = LOW_ROWS>
 static inline void lower(int64_t rows, const T *x, int64_t stride, const Addition &addition, int64_t first, int64_t end,
                          float *to, int64_t to_stride) {
@@ -153,8 +154,8 @@ static inline void lower(int64_t rows, const T *x, int64_t stride, const Additio
   if constexpr (M > 1) lower<T, W, M - 1>(rows, x, stride, addition, first, end, to, to_stride);
 }
 
-// sums [M][TILE] += low [M][rank] times B, for each half of the tile with the products of its own projection; rows of
-// low lie `stride` apart, `second` is how far the second half's products lie behind the first's.
+// sums [M][TILE] += low [M][rank] times B; each half of the tile uses the products of its own projection. Rows of `low`
+// lie `stride` apart. The second half's products lie `second` after the first half's products.
 template <int M, class W>
 static inline void expand_some(const float *low, int64_t stride, int64_t second, int64_t rank, const W *b, float *sums) {
   for (int c = 0; c < HALF; c += WIDTH) {
@@ -185,7 +186,7 @@ static inline void expand(int64_t rows, const float *low, int64_t stride, int64_
   if constexpr (M > 1) expand<W, M - 1>(rows, low, stride, second, rank, b, sums);
 }
 
-// How far ahead weights of adapters are asked for, in bytes: each adapter's lie in the order in which they are read.
+// Prefetch distance for weights of adapters, in bytes: each adapter's weights lie in the order in which they are read.
 constexpr int64_t ADAPTER_AHEAD = 4096;
 
 static inline void ask_ahead(const void *from, int64_t bytes) {
@@ -193,8 +194,9 @@ static inline void ask_ahead(const void *from, int64_t bytes) {
 }
 
 // What the adapters of a batch's tokens add, matrix by matrix: first `prepare` for all tokens, then `add` to each tile.
-// With many rows to an adapter, B is multiplied where a tile's sums are, and read once for all of them. With few, that
-// would read a little of many adapters for each tile, which the memory is slow at: B is multiplied behind A then.
+// With many rows per adapter, B is multiplied in `add`, where a tile's sums are, and read once for all rows. With few
+// rows, `add` would read a little of many adapters for each tile, which is slow in memory. So B is then multiplied
+// right after A, in `prepare`.
 class Additions {
  public:
   Additions(const AdapterSpan *spans, int64_t count, int64_t tokens, int64_t widest_matrix) : tokens(tokens) {
@@ -219,11 +221,11 @@ class Additions {
     return std::any_of(adapters.begin(), adapters.end(), [&](auto &one) { return one->of(layer, matrix).rank; });
   }
 
-  // Multiplies x [tokens][k] with A, and with B where rows are few. A phase of the team.
-  // part(half): the projection that a half tile of the matrix belongs to; so it is in `add`.
+  // Multiplies x [tokens][k] with A, and also with B if rows are few. A phase of the team.
+  // part(half): the projection that a half tile of the matrix belongs to; `add` takes the same `part`.
   template <class T, class Part>
   void prepare(PhasePool &team, int64_t layer, Matrix matrix, const T *x, const Linear &linear, const Part &part) {
-    // Few chunks: threads share the columns of each, or its ranks.
+    // If there are few chunks, threads share the columns of each chunk, or its ranks.
     const int64_t shares = int64_t(chunks.size()) < 4 * team.size ? team.size : 1;
     team.each(chunks.size() * shares, [&](int64_t piece) {
       const Chunk &chunk = chunks[piece / shares];
@@ -262,7 +264,7 @@ class Additions {
     int64_t adapter, begin, rows;
   };
 
-  // Rows to an adapter below which B is multiplied behind A.
+  // With fewer rows per adapter than this, B is multiplied right after A.
   static constexpr int64_t FEW_ROWS = 8;
 
   template <class W, class T, class Part>
@@ -275,7 +277,7 @@ class Additions {
                   &low[chunk.begin * width], width);
       return;
     }
-    // Each thread its own, of all ranks.
+    // Each thread computes its own products with A, of all ranks.
     static thread_local Lines<float> own;
     own.resize(LOW_ROWS * width);
     lower<T, W>(chunk.rows, rows, linear.k, addition, 0, ranks, own.data(), width);
@@ -299,11 +301,11 @@ class Additions {
   const int64_t tokens;
   std::vector<std::shared_ptr<const Adapter>> adapters;
   std::vector<Chunk> chunks;
-  // By token, -1 for none.
+  // The index of each token's adapter, -1 for none.
   std::vector<int32_t> adapter_of;
   // Scaled products with A: [tokens][width].
   int64_t width = 0;
   Lines<float> low;
-  // What is added, where B is multiplied behind A: [tiles][tokens][TILE], 0 for tokens without an adapter.
+  // What is added, if B is multiplied right after A: [tiles][tokens][TILE], 0 for tokens without an adapter.
   Lines<float> products;
 };

@@ -1,9 +1,9 @@
-// Attention over paged keys and values, in float whatever the caches hold.
+// Attention over paged keys and values, in float whatever type the caches hold.
 //
-// A unit of work is a few query rows of one KV head against a run of keys, with a softmax that continues where it stopped
-// (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3). Sequences whose block tables
-// begin alike first attend to what they share together, so that its keys are read once (Hydragen, Juravsky et al. 2024,
-// section 3), then each to its own keys.
+// A unit of work is a few query rows of one KV head against a run of keys. The unit's online softmax continues where it
+// stopped (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3). Sequences whose block
+// tables begin alike first attend together to their shared keys, so that these keys are read once (Hydragen, Juravsky
+// et al. 2024, section 3). Then each sequence attends to its own keys.
 #pragma once
 
 #include <cfloat>
@@ -11,14 +11,14 @@
 #include "attention_lanes.h"
 #include "eight_bits.h"
 
-// With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
+// With at most this many rows, reading keys in place is cheaper than packing them for a multiplication.
 template <class T>
 constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
 
-// Parts of that many rows that have a row in each lane.
+// With one row per lane, FEW_ROWS rows make this many parts.
 constexpr int LANE_PARTS = (FEW_ROWS<float> + ROWS - 1) / ROWS;
 
-// Running softmaxes that units keep: largest logit, sum, and the weighted values in `out` [softmaxes][D].
+// Running softmaxes that units keep: maximum logit, sum of weights, and the weighted values in `out` [softmaxes][D].
 struct Softmax {
   std::unique_ptr<float[]> largest, total, out;
 
@@ -54,7 +54,7 @@ struct Piece {
   int64_t head;
 };
 
-// logits [KEYS], of which those in [from, to) count: makes weights of them and scales what was summed before.
+// Turns logits [KEYS] into weights, of which only those in [from, to) count, and rescales what was summed before.
 template <class W>
 static inline void weigh(float *logits, int64_t from, int64_t to, float *largest_before, float *total, float *out,
                          int64_t head_dim, W *weights) {
@@ -81,7 +81,7 @@ static inline void weigh(float *logits, int64_t from, int64_t to, float *largest
   *total += sum(all);
 }
 
-// Rows become columns.
+// Transposes WIDTH rows of WIDTH floats in place.
 static inline void transpose(Vec *rows) {
 #if defined(__AVX512F__)
   __m512 a[16], b[16];
@@ -113,12 +113,12 @@ static inline void transpose(Vec *rows) {
 #endif
 }
 
-// A run's keys and values as matrices to multiply with, in the order of a Linear's tiles: [KEYS / TILE][D][TILE] and
-// [D / TILE][KEYS][TILE]. What lies behind `count` is 0, as weights of 0 times what is no number would be none either.
-// `ahead` [KEYS] are fetched line by line: all at once they would hold up everything else.
+// Pack a run's keys and values as matrices for multiplication, in the order of a Linear's tiles: [KEYS / TILE][D][TILE]
+// and [D / TILE][KEYS][TILE]. Keys and values from `count` on become 0, because a weight of 0 times NaN would be NaN.
+// `ahead` [KEYS] are prefetched line by line: all at once, the prefetches would hold up everything else.
 template <class T, class C>
 static inline void lay_out_keys(const C *const *keys, const C *const *ahead, int64_t count, int64_t dim, T *to) {
-  // Pairs of bfloat16 stay together as one word where they are multiplied so.
+  // If bfloat16 is multiplied in pairs, each pair stays together as one word.
   constexpr int64_t together = 4 / sizeof(T);
   const int64_t words = dim / together;
   for (int64_t begin = 0; begin < KEYS; begin += WIDTH)
@@ -146,7 +146,7 @@ static inline void lay_out_values(const C *const *values, const C *const *ahead,
 }
 
 #if defined(__AVX512BF16__)
-// The values of two keys for TILE columns, in pairs, as bfloat16 is multiplied.
+// Interleaves the values of two keys for TILE columns into pairs, because bfloat16 is multiplied in pairs.
 class Pairs {
  public:
   Pairs() {
@@ -185,7 +185,7 @@ static inline void lay_out_values(const Bfloat16 *const *values, const Bfloat16 
 }
 #endif
 
-// Sums of `WIDTH` vectors, one next to the other.
+// The sums of WIDTH vectors, one sum per lane.
 static inline Vec sums_of(const Vec *rows) {
 #if defined(__AVX512F__)
   __m512 some[16];
@@ -209,7 +209,7 @@ static inline Vec sums_of(const Vec *rows) {
 #endif
 }
 
-// Query rows that are multiplied with keys, and weights that are with values, while these are in registers.
+// Query rows that are multiplied with keys while the keys are in registers; likewise rows of weights with values.
 constexpr int TOGETHER = 4;
 
 template <int R = TOGETHER, class Call>
@@ -218,20 +218,20 @@ static inline void in_groups(int64_t rows, const Call &call) {
   if constexpr (R > 1) in_groups<R - 1>(rows, call);
 }
 
-// Which rows prefetch keys and values: rows that are taken one group behind the other take turns, as the
-// memory needs about as long as all of them.
+// Which rows prefetch keys and values: groups of rows that are processed one after the other take turns, because memory
+// takes about as long as all groups together.
 struct Turn {
   int64_t number, count;
   bool has(int64_t key) const { return key / TOGETHER % count == number; }
 };
 
-// Asks for what is needed soon: heads lie too far apart for the processor to guess it.
+// Prefetches what is needed soon: heads lie too far apart for the hardware prefetcher to predict.
 template <class T>
 static inline void fetch(const T *from, int64_t dim) {
   for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + d, 0, 2);
 }
 
-// What is multiplied at once of a query and of a key: floats, or pairs of bfloat16.
+// The part of a query or a key that is multiplied at once: floats, or pairs of bfloat16.
 template <class T>
 struct Operand {
   static constexpr int SIZE = WIDTH;
@@ -251,8 +251,8 @@ struct Operand<Bfloat16> {
 };
 #endif
 
-// logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile. A part of a query is
-// loaded once for a few keys.
+// logits [R][KEYS] = query [R][dim] times each of the keys, while `ahead` [KEYS] are prefetched. Each part of a query
+// is loaded once for a few keys.
 template <int R, class T, class C>
 static inline void dots(const T *query, const C *const *keys, const C *const *ahead, Turn turn, int64_t count,
                         int64_t dim, float *logits) {
@@ -286,7 +286,7 @@ static inline void dots(const T *query, const C *const *keys, const C *const *ah
   }
 }
 
-// PARTS vectors, from `d` on, of what add_values computes.
+// Computes PARTS vectors of the result of add_values, from `d` on.
 template <int R, int ROW_STEP, int KEY_STEP, int PARTS, class C>
 static inline void add_part(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
                             int64_t from, int64_t to, int64_t dim, int64_t d, float *out) {
@@ -313,8 +313,8 @@ static inline void add_part(const float *weights, const C *const *values, const 
     for (int v = 0; v < PARTS; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
 }
 
-// out [R][dim] += weights times the values at [from, to); `ahead` [KEYS] are fetched meanwhile. Weights of a row lie
-// KEY_STEP apart, those of a key ROW_STEP.
+// out [R][dim] += weights times the values at [from, to), while `ahead` [KEYS] are prefetched. The weights of a row lie
+// KEY_STEP apart, the weights of a key ROW_STEP apart.
 template <int R, int ROW_STEP, int KEY_STEP, class C>
 static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
                               int64_t from, int64_t to, int64_t dim, float *out) {
@@ -329,7 +329,7 @@ static inline void add_values(const float *weights, const C *const *values, cons
 }
 
 #if defined(__AVX512BF16__)
-// The same with weights in bfloat16 [R][KEYS], two keys at a time as where values are laid out.
+// The same with weights in bfloat16 [R][KEYS], two keys at a time, as in `lay_out_values`.
 template <int R, int ROW_STEP, int KEY_STEP>
 static inline void add_values(const Bfloat16 *weights, const Bfloat16 *const *values, const Bfloat16 *const *ahead,
                               Turn turn, int64_t from, int64_t to, int64_t dim, float *out) {
@@ -356,9 +356,9 @@ static inline void add_values(const Bfloat16 *weights, const Bfloat16 *const *va
 }
 #endif
 
-// One piece. query [T][heads..] with `stride` floats per token, already scaled; cache_positions [T]; out [T][Hq][D];
-// `sums` of what the unit counts. Values are multiplied with `v_scale` [Hkv][D], if there are
-// scales, once they are summed. The keys of `next`, if there is one, are fetched at the end.
+// Computes one piece. query [T][heads..] with `stride` floats per token, already scaled; cache_positions [T]; out
+// [T][Hq][D]. `sums` receives the sums of the unit's scored tokens. If `v_scale` [Hkv][D] is not null, values are
+// multiplied with these scales after they are summed. If `next` is not null, its keys are prefetched at the end.
 template <class T, class C, class Out>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
                    const int64_t *cache_positions, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
@@ -379,7 +379,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
-  // Each way to multiply rounds differently, so that where rounding may not depend on the number of rows, all are laid out.
+  // Each way to multiply rounds differently. So if rounding must not depend on the number of rows, keys are packed for
+  // any number of rows.
   const bool few = rows <= FEW_ROWS<T> && (!plan.invariant || unit.scored);
   const bool in_lanes = std::is_same_v<T, float> && few && rows > TOGETHER;
   auto each_part = [&](const auto &use) {
@@ -392,11 +393,11 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       each_part([&](int64_t row, int64_t some, int64_t part) {
         into_lanes(&scratch.query[row * dim], some, dim, &scratch.lanes[part * WIDTH * dim]);
       });
-  // Few rows are all kept: their weights are computed there, and need not be copied.
+  // If rows are few, all of them are kept: their weights are computed in `kept`, and need not be copied there.
   const int64_t scored = unit.scored * per_kv, first_kept = scored && few ? 0 : rows - scored;
   if (scored) scratch.kept.begin(unit.end, rows - first_kept);
-  // Where the keys and values of a run are, and those of the next one; what lies before the first that a row sees, or
-  // behind the end, is another one of them.
+  // Pointers to the keys and values of this run, and of the next run. Positions before the first key that a row sees,
+  // or after the end, point to another key of the unit.
   const C *pointers[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
     const int32_t *table = group.tables + of.unit->sequence * group.width;
@@ -405,7 +406,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       const int64_t wanted = begin + i, at = std::clamp(wanted, of.unit->least, last), within = at & (size - 1);
       const int64_t slot = int64_t(table[at >> shape.block_bits()]) * size + within;
       const int64_t first = (slot * shape.kv_heads + of.head) * dim;
-      // Up to the end of the block; before the first one and behind the last one all the same.
+      // Keys up to the end of the block lie `step` apart; before the first key and after the last key, all pointers are
+      // equal.
       const int64_t step = wanted == at && at < last ? shape.kv_heads * dim : 0;
       const int64_t alike = wanted < at ? at - wanted : KEYS;
       const int64_t some = std::min(KEYS - i, step ? std::min(size - within, last - at) : alike);
@@ -438,7 +440,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         memset((void *)weights, 0, KEYS * sizeof(*weights));
       return std::pair(from, to);
     };
-    // Makes weights of the logits of rows; returns which keys any of them sees.
+    // Turns the logits of rows into weights; returns the range of keys that any of these rows sees.
     auto weigh_rows = [&](int64_t row, int64_t some, float *logits, auto *weights) {
       int64_t least = count, most = 0;
       for (int64_t i = 0; i < some; i++) {
@@ -500,7 +502,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       continue;
     }
     lay_out_keys(keys, keys_ahead, count, dim, scratch.keys.data());
-    // They are added up in the same order where they are, and too few rows are not worth moving them.
+    // Values in place are summed in the same order, and too few rows do not justify moving the values.
     const bool in_place = rows <= FEW_ROWS<T> && !scored;
     if (!in_place) lay_out_values(values, values_ahead, count, dim, scratch.values.data());
     each_part([&](int64_t row, int64_t some, int64_t) {
@@ -548,7 +550,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   }
 }
 
-// The attention of a token whose keys were divided: out [Hq][D]. v_scale: as `attend` takes it.
+// Merges the attention of a token whose keys were divided: out [Hq][D]. v_scale: as in `attend`.
 template <class C, class T>
 static inline void merge(const Shape &shape, const Merged &merged, const float *v_scale, Softmax &state, T *out) {
   const int64_t dim = shape.head_dim;
@@ -556,7 +558,7 @@ static inline void merge(const Shape &shape, const Merged &merged, const float *
     const int64_t first = merged.first + head, end = first + merged.parts * merged.step;
     float most = -FLT_MAX, total = 0;
     for (int64_t part = first; part < end; part += merged.step) most = std::max(most, state.largest[part]);
-    // Into the buffer of the first split, which no thread reads any more.
+    // Sums into the buffer of the first part, which no other thread reads any more.
     float *sums = &state.out[first * dim];
     for (int64_t part = first; part < end; part += merged.step) {
       const float share = std::exp(state.largest[part] - most), *more = &state.out[part * dim];

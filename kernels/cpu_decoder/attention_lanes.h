@@ -1,11 +1,11 @@
-// Attention of some rows with a row in each lane: what a key has of a number is multiplied with all rows at once, and
-// neither sums nor largest logits are looked for across lanes. For more rows than are worth taking each key into
-// registers for (attention.h, `dots`), and fewer than are worth laying keys out for.
+// SIMD over query rows: one row per lane; each key element is broadcast and multiplied with all rows. So neither sums
+// nor maximum logits need a reduction across lanes. Used if there are too many rows for `dots` (attention.h), which
+// loads each key into registers, and too few rows to justify packing the keys.
 #pragma once
 
 #include "weight_buffer.h"
 
-// A number for each row.
+// One number per row.
 struct Lanes {
   union {
     Vec all;
@@ -16,17 +16,17 @@ struct Lanes {
   void give(float *to, int64_t rows) const { std::copy_n(each, rows, to); }
 };
 
-// Keys whose logits are summed at a time: enough for additions not to wait for each other.
+// Keys whose logits are accumulated at a time: enough keys that additions do not wait for each other.
 constexpr int KEYS_TOGETHER = 8;
 
-// to [dim][WIDTH] = query [rows][dim], transposed; other lanes are 0.
+// to [dim][WIDTH] = query [rows][dim], transposed; unused lanes are 0.
 static inline void into_lanes(const float *query, int64_t rows, int64_t dim, float *to) {
   for (int64_t d = 0; d < dim; d++)
     for (int64_t row = 0; row < WIDTH; row++) to[d * WIDTH + row] = row < rows ? query[row * dim + d] : 0;
 }
 
-// Copies KEYS_TOGETHER keys to [KEYS_TOGETHER][dim], a part at a time: what waits for the second cache then waits
-// beside something else.
+// Copies KEYS_TOGETHER keys to [KEYS_TOGETHER][dim], a part at a time, so that waits for the second-level cache overlap
+// with other work.
 template <class C>
 struct Copying {
   const C *const *from;
@@ -34,7 +34,7 @@ struct Copying {
   int64_t dim, d = 0;
 
   void go_on() {
-    // As often as there are this many numbers of a key, this is all of them.
+    // dim / KEYS_TOGETHER calls copy all KEYS_TOGETHER keys.
 #pragma GCC unroll 8
     for (int i = 0; i < KEYS_TOGETHER * KEYS_TOGETHER / WIDTH; i++) {
       store(to, load(*from + d));
@@ -45,8 +45,8 @@ struct Copying {
   }
 };
 
-// logits [KEYS][WIDTH] = keys [KEYS] times query [dim][WIDTH]; `ahead` [KEYS] are fetched meanwhile. What is at
-// `copies` [2][KEYS_TOGETHER][dim] is lost.
+// logits [KEYS][WIDTH] = keys [KEYS] times query [dim][WIDTH], while `ahead` [KEYS] are prefetched. Overwrites `copies`
+// [2][KEYS_TOGETHER][dim].
 template <class C>
 static inline void dots_in_lanes(const float *query, const C *const *keys, const C *const *ahead, int64_t dim,
                                  float *copies, float *logits) {
@@ -54,7 +54,7 @@ static inline void dots_in_lanes(const float *query, const C *const *keys, const
   for (int64_t d = 0; d < dim; d += KEYS_TOGETHER) first.go_on();
   for (int64_t begin = 0, turn = 0; begin < KEYS; begin += KEYS_TOGETHER, turn ^= 1) {
     const float *some = copies + turn * KEYS_TOGETHER * dim;
-    // Behind the last ones, the same once more.
+    // After the last keys, the same keys are copied once more.
     Copying<C> next{keys + std::min<int64_t>(begin + KEYS_TOGETHER, KEYS - KEYS_TOGETHER),
                     copies + (turn ^ 1) * KEYS_TOGETHER * dim, dim};
     Vec sums[KEYS_TOGETHER] = {};
@@ -74,10 +74,10 @@ static inline void dots_in_lanes(const float *query, const C *const *keys, const
   }
 }
 
-// logits [KEYS][WIDTH] become weights; each lane has seen `largest` and summed `total` before. Returns what the rest of
-// it is to be multiplied with.
+// Turns logits [KEYS][WIDTH] into weights. `largest` and `total` hold each lane's maximum and sum from the runs before,
+// and are updated. Returns the factor for everything else that the lanes have accumulated.
 static inline Vec weigh_in_lanes(float *logits, Vec &largest, Vec &total) {
-  // Several at a time, which do not wait for each other.
+  // Several keys at a time, so that their operations do not wait for each other.
   constexpr int FEW = 4;
   Vec some[FEW] = {largest, largest, largest, largest};
   for (int k = 0; k < KEYS; k += FEW)

@@ -1,9 +1,9 @@
-// What others call of the decoder.
+// The functions of the decoder that others call.
 
 #include "step.h"
 
 #if defined(__AVX512BF16__)
-// The least that a few rows times a tile in bfloat16 took of several tries.
+// The least time, of several tries, to multiply a few rows with a tile in bfloat16.
 template <class T>
 static double seconds_of() {
   constexpr int64_t k = 256, times = 20;
@@ -30,8 +30,8 @@ int64_t decoder_tile() { return TILE; }
 int64_t decoder_width() { return WIDTH; }
 int64_t decoder_phases() { return PHASES; }
 
-// Whether bfloat16 is multiplied by instructions for it: where there are some, and they take less time than widening
-// it does. Of processors that have them, some do twice as much with them as in floats, and some half as much.
+// Whether bfloat16 is multiplied by bfloat16 instructions: if they exist, and if they take less time than widening to
+// float. Some processors with these instructions compute twice as much with them as in floats, and some half as much.
 int decoder_prefers_products() {
 #if defined(__AVX512BF16__)
   return seconds_of<Bfloat16>() < seconds_of<float>();
@@ -40,7 +40,7 @@ int decoder_prefers_products() {
 #endif
 }
 
-// Null when there is none.
+// Returns null if there is no memory.
 void *decoder_allocate(int64_t bytes) { return large_pages(bytes); }
 
 void decoder_free(void *memory) { std::free(memory); }
@@ -57,8 +57,8 @@ int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
   return (bytes + 63) / 64 * 64;
 }
 
-// Lays a matrix [n][k] out for multiplications: of floats, or in bfloat16. Returns how many bytes that takes, 0 when it
-// cannot be stored so.
+// Packs a matrix [n][k] of floats or bfloat16 for multiplications. Returns how many bytes the packed matrix takes, or 0
+// if the matrix cannot be stored as `stored`.
 int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
   if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
   if (stored == BF16) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
@@ -75,8 +75,8 @@ int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored st
   return decoder_packed_bytes(n, k, stored);
 }
 
-// Lays out a matrix [n][k] of a GGUF file's blocks as codes, of floats or of what is rounded to bfloat16. Returns as
-// decoder_pack does.
+// Packs a matrix [n][k] of a GGUF file's blocks as codes, of floats or of weights that are rounded to bfloat16. Returns
+// the same as decoder_pack.
 int64_t decoder_pack_blocks(void *to, const void *from, int64_t n, int64_t k, BlockKind kind, Stored stored) {
   bool can = false;
   if (kind == Q4_0) can = lay_out<Q4_0>((Coded<4> *)to, (const Block<Q4_0> *)from, n, k);
@@ -85,8 +85,8 @@ int64_t decoder_pack_blocks(void *to, const void *from, int64_t n, int64_t k, Bl
   return can ? decoder_packed_bytes(n, k, stored) : 0;
 }
 
-// An adapter's own copy of its matrices, MATRICES for each layer, in floats or rounded to bfloat16; null when there is
-// no memory for it.
+// Returns an adapter with its own copy of the matrices, MATRICES for each layer, in floats or rounded to bfloat16.
+// Returns null if there is no memory for the copy.
 std::shared_ptr<const Adapter> *decoder_adapter(const AdapterMatrix *matrices, int64_t count, int halves) {
   try {
     return new std::shared_ptr<const Adapter>(std::make_shared<const Adapter>(matrices, count, halves));
@@ -95,7 +95,7 @@ std::shared_ptr<const Adapter> *decoder_adapter(const AdapterMatrix *matrices, i
   }
 }
 
-// Steps that have it may still run.
+// Steps that use the adapter may still run.
 void decoder_drop_adapter(std::shared_ptr<const Adapter> *adapter) { delete adapter; }
 
 PhasePool *decoder_team(const Model *model, int size) {
@@ -110,7 +110,8 @@ PhasePool *decoder_team(const Model *model, int size) {
 
 void decoder_disband(PhasePool *team) { delete team; }
 
-// A step that multiplies in floats, or, of a model in bfloat16, with `products`, which take two of its numbers at a time.
+// Runs a step that multiplies in floats or, for a bfloat16 model with `products`, by instructions that take two
+// bfloat16 numbers at a time.
 void decoder_step(const Model *model, const Batch *batch, float *logits, PhasePool *team, double *seconds,
                   int products) {
   auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };

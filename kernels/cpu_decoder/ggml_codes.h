@@ -1,10 +1,11 @@
-// Weights of models that were published in four or eight bits, computed again from these.
+// Weights of models that were published in 4 or 8 bits, dequantized from their codes.
 //
 // Such a weight is scale * code + offset, with one scale and one offset for SHARED inputs of a column: ggml's Q4_0,
-// Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and every
-// computation of it gives the same float. A GGUF file has scales, offsets and codes. Of other files they are found from
-// the weights alone, whatever they came in; where one group of a matrix has none that give all of its weights back, the
-// matrix is not kept so. Only a zero may change its sign, which no sum that begins with 0 shows.
+// Q4_1 and Q8_0. The product needs fewer bits than a float has. So there is at most one rounding, and every way to
+// compute the weight gives the same float. A GGUF file stores scales, offsets and codes. For other files, all three are
+// recovered from the weights alone, whatever format the weights came in. If a group of a matrix has none that reproduce
+// all its weights, the matrix is not stored as codes. Only a zero may change its sign, which no sum that begins with 0
+// shows.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +14,17 @@
 #include "vector.h"
 
 constexpr int64_t SHARED = 32;
-// Eight bits stand for -128 to 127 and need no offset, four for 0 to 15.
+// 8-bit codes stand for -128 to 127 and need no offset; 4-bit codes stand for 0 to 15.
 template <int BITS>
 constexpr bool HAS_OFFSET = BITS == 4;
-// A lane of integers has this many inputs' codes of its column, the first one lowest.
+// A 32-bit lane holds the codes of this many inputs of its column, the first input in the lowest bits.
 template <int BITS>
 constexpr int PER_LANE = 32 / BITS;
 
 // Half precision, as scales and offsets are stored.
 enum class Half : uint16_t {};
 
-// Their bits are those of a float 2^112 times smaller, but for the sign.
+// Apart from the sign, the bits of a half, shifted, are those of a float 2^112 times smaller.
 static inline float widen(Half value) {
   const uint32_t bits = (uint32_t(value) & 0x7fff) << 13;
   float size;
@@ -31,7 +32,7 @@ static inline float widen(Half value) {
   return std::copysign(size * 0x1p112f, uint32_t(value) >> 15 ? -1.0f : 1.0f);
 }
 
-// The bits of the half nearest to a size below 65504.
+// The bits of the half nearest to `size`, a magnitude below 65504.
 static inline int32_t nearest_half(float size) {
   size *= 0x1p-112f;
   uint32_t bits;
@@ -51,7 +52,7 @@ static inline Vec load(const Half *from) {
 #endif
 }
 
-// A group of SHARED inputs to a tile's columns.
+// A group: scales, offsets and codes for SHARED inputs of a tile's columns.
 template <int BITS>
 struct Coded {
   Half scale[TILE], offset[HAS_OFFSET<BITS> ? TILE : 0];
@@ -63,7 +64,7 @@ template <int BITS>
 static inline Vec code_of(IntVec codes, int number) {
   if constexpr (BITS == 8) return __builtin_convertvector(codes << (24 - 8 * number) >> 24, Vec);
 #if defined(__AVX512F__)
-  // The last four bits of a lane choose.
+  // The lowest four bits of a lane select the value.
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, 4 * number), values);
 #else
@@ -71,25 +72,26 @@ static inline Vec code_of(IntVec codes, int number) {
 #endif
 }
 
-// What was computed, or the nearest bfloat16, as the weights were rounded to it.
-// Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available precision", section 5) in
-// two operations: right, ties to even too, but for some numbers that use all bits of a float, which no scale and offset
-// of similar size make. A matrix for which it is not right is not kept so.
+// The computed value or, if ROUNDED, the nearest bfloat16, because the weights were rounded to bfloat16.
+// This is Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available precision",
+// section 5) in two operations. This is right, including ties to even, except for some numbers that use all bits of a
+// float. No scale and offset of similar size make such numbers. A matrix for which the splitting is not right is not
+// stored as codes.
 template <bool ROUNDED, class X>
 static inline X come_out(X value) {
   if constexpr (!ROUNDED) return value;
-  // An exact product: the same whether it is fused with what follows or not.
+  // The product is exact, so the result is the same whether or not the product is fused with the next operation.
   const X large = value * 65536.0f;
   return (value + large) - large;
 }
 
-// The number-th weights of lanes with these codes.
+// The number-th weights of all lanes, from these codes.
 template <int BITS, bool ROUNDED>
 static inline Vec weights_of(IntVec codes, int number, Vec scale, Vec offset) {
   return come_out<ROUNDED>(code_of<BITS>(codes, number) * scale + offset);
 }
 
-// What the columns of a group share.
+// The scales and offsets of a group's columns.
 template <int BITS>
 struct Common {
   Vec scale[VECTORS], offset[VECTORS] = {};
@@ -103,8 +105,8 @@ struct Common {
   }
 };
 
-// Computes a tile's weights for the next inputs, whole groups of them: [inputs][TILE] floats, or pairs in bfloat16 as
-// matrices have them. Returns where those after them lie.
+// Dequantizes a tile's weights for the next `inputs` inputs, which are whole groups: to [inputs][TILE] floats, or to
+// pairs in bfloat16 as in other bfloat16 matrices. Returns where the following groups begin.
 template <int BITS, bool ROUNDED, class W>
 static inline const char *decode(const char *at, int64_t inputs, W *to) {
   constexpr int count = PER_LANE<BITS>;
@@ -135,13 +137,13 @@ static inline const char *decode(const char *at, int64_t inputs, W *to) {
   return (const char *)from;
 }
 
-// Whether `use` takes one of the halves for which `fits` holds; these lie together about a number, and are tried from
-// there outwards.
+// Whether `use` accepts one of the halves for which `fits` holds. These halves lie together around `about`, and are
+// tried from there outwards.
 template <class Fits, class Use>
 static inline bool any_half(float about, const Fits &fits, const Use &use) {
   const float size = std::fabs(about);
   if (!(size < 65504)) return false;
-  // Bits count halves in the order of their sizes.
+  // The bits of halves, read as integers, are in the order of the magnitudes.
   const int32_t nearest = nearest_half(size), sign = std::signbit(about) << 15;
   for (int step : {1, -1}) {
     bool more = true;
@@ -149,7 +151,7 @@ static inline bool any_half(float about, const Fits &fits, const Use &use) {
       const Half half = Half(sign | bits);
       more = fits(widen(half));
       if (more && use(half)) return true;
-      // All may lie to one side.
+      // Goes on after the nearest half in any case, because all halves that fit may lie to one side.
       more |= bits == nearest;
     }
   }
@@ -162,7 +164,7 @@ struct Column {
   Half scale, offset;
   int32_t codes[SHARED];
 
-  // Whether these weights have come of a scale, an offset and codes; then these are found.
+  // Whether these weights were made from a scale, an offset and codes; if so, sets all three.
   bool find(const float (&weights)[SHARED]) {
     const auto [low, high] = std::minmax_element(weights, weights + SHARED);
     if constexpr (!HAS_OFFSET<BITS>) {
@@ -173,7 +175,8 @@ struct Column {
           largest / most, [&](float half) { return come_out<ROUNDED>(most * half) == largest; },
           [&](Half half) { return take(weights, half, Half{}); });
     }
-    // One end of the weights is the offset, and the other one lies some codes away from it, mostly the most there are.
+    // The lowest or the highest weight is the offset. The other end lies some codes away, mostly the most codes there
+    // are.
     auto between = [&](float base, float other, int code) {
       return any_half(
           base, [&](float half) { return come_out<ROUNDED>(half) == base; },
@@ -196,12 +199,12 @@ struct Column {
     constexpr float least = HAS_OFFSET<BITS> ? 0 : -128, most = HAS_OFFSET<BITS> ? 15 : 127;
     for (int64_t i = 0; i < SHARED; i += WIDTH) {
       const Vec wanted = load(weights + i);
-      // Adding and taking away 1.5 * 2^23 rounds to a whole number.
+      // Adding and subtracting 1.5 * 2^23 rounds to an integer.
       Vec code = ((wanted - zero) * inverse + 12582912.0f) - 12582912.0f;
       code = code < least ? Vec{} + least : code;
       code = code > most ? Vec{} + most : code;
       *(IntVec *)(codes + i) = __builtin_convertvector(code, IntVec);
-      // What is no number equals nothing.
+      // A NaN equals nothing, so a NaN always differs.
       const IntVec differ = come_out<ROUNDED>(code * size + zero) != wanted;
       for (int lane = 0; lane < WIDTH; lane++)
         if (differ[lane]) return false;
@@ -210,7 +213,8 @@ struct Column {
   }
 };
 
-// Finds what a matrix [n][k] has come of, tile by tile: [tiles][k / SHARED] groups. False where it has not.
+// Recovers the codes of a dequantized matrix [n][k], tile by tile: [tiles][k / SHARED] groups. Returns false if the
+// matrix was not made from such codes.
 template <bool ROUNDED, int BITS, class T>
 static inline bool encode(Coded<BITS> *to, const T *from, int64_t n, int64_t k) {
   if (k % SHARED) return false;
@@ -234,7 +238,7 @@ static inline bool encode(Coded<BITS> *to, const T *from, int64_t n, int64_t k) 
   return true;
 }
 
-// A column's part of a group, as a GGUF file has it: which type, and how it lies in memory.
+// A column's part of a group, as a GGUF file stores it: the type, and the memory layout.
 enum BlockKind : int64_t { Q4_0, Q4_1, Q8_0 };
 
 template <BlockKind KIND>
@@ -243,16 +247,16 @@ struct Block {
   Half scale, offset[KIND == Q4_1];
   uint8_t codes[SHARED * BITS / 8];
 
-  // Codes of 4 bits: the first half of the inputs in the lower halves of the bytes, the second in the upper ones.
+  // 4-bit codes: the lower halves of the bytes hold the first half of the inputs, the upper halves the second half.
   uint32_t code(int64_t i) const {
     if constexpr (BITS == 8) return codes[i];
     return i < SHARED / 2 ? codes[i] & 15 : codes[i - SHARED / 2] >> 4;
   }
 
-  // Sets the offset of a group that has one; false where no half can hold it.
+  // Sets the offset of a group that has an offset; returns false if no half can hold the offset.
   bool offset_of(Half &to) const {
     if constexpr (KIND == Q4_1) to = offset[0];
-    // Its codes stand for -8 to 7.
+    // The codes of Q4_0 stand for -8 to 7.
     if constexpr (KIND == Q4_0) {
       const float wanted = -8 * widen(scale);
       if (!(std::fabs(wanted) < 65504)) return false;
@@ -262,10 +266,10 @@ struct Block {
   }
 };
 
-// Whether a half is a number: neither infinite nor none at all.
+// Whether a half is finite: neither infinite nor NaN.
 static inline bool is_number(Half value) { return (uint32_t(value) & 0x7c00) != 0x7c00; }
 
-// Lays out a file's blocks [n][k / SHARED], tile by tile. False where a scale or an offset is no number.
+// Packs a file's blocks [n][k / SHARED], tile by tile. Returns false if a scale or an offset is not finite.
 template <BlockKind KIND>
 static inline bool lay_out(Coded<Block<KIND>::BITS> *to, const Block<KIND> *from, int64_t n, int64_t k) {
   constexpr int bits = Block<KIND>::BITS;

@@ -1,4 +1,4 @@
-// Weight matrices, laid out once for multiplications, in as few bytes as give every weight back.
+// Weight matrices, packed once for multiplications, in the fewest bytes that reproduce every weight.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include "ggml_codes.h"
 #include "squeezed.h"
 
-// Memory in large pages where the system gives them, as a walk through all weights meets each page once; null when
-// there is none.
+// Allocates memory in large pages if the system provides them, because a pass over all weights visits each page once.
+// Returns null if there is no memory.
 static inline void *large_pages(int64_t bytes) {
   constexpr int64_t page = 2 << 20;
   bytes = (bytes + page - 1) / page * page;
@@ -21,20 +21,23 @@ static inline void *large_pages(int64_t bytes) {
   return memory;
 }
 
-// How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or these
-// squeezed, of which 2, 3 or 4 bytes are not all 0: where each tile begins, [tiles + 1] int64 in bytes from `packed`,
-// then the tiles. Or [tiles][k / SHARED] groups of codes of 4 or 8 bits, of floats or of what was rounded to bfloat16.
-// Weights in bfloat16 that are multiplied with floats are floats whose lower half is 0: as exact, in half the bytes.
+// How a linear layer's weights lie in memory.
+// FLOATS: [tiles][k][TILE]. BF16: [tiles][k / 2][TILE][2].
+// SQUEEZED_N: either of these, squeezed; N bytes of a weight are not 0 throughout the matrix. First comes where each
+// tile begins, [tiles + 1] int64 in bytes from `packed`, then the tiles.
+// CODES_N, ROUNDED_N: [tiles][k / SHARED] groups of N-bit codes, of floats or of weights that were rounded to bfloat16.
+// Weights in bfloat16 that are multiplied with floats are floats whose lower half is 0: just as exact, in half the
+// bytes.
 enum Stored : int64_t { FLOATS, BF16, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 };
 
 static inline bool is_squeezed(Stored stored) { return stored >= SQUEEZED_2 && stored <= SQUEEZED_4; }
 static inline bool is_coded(Stored stored) { return stored >= CODES_4; }
-// Of a weight as it is multiplied.
+// Bytes of a weight in the form in which it is multiplied.
 static inline int bytes_of(Stored stored) {
   return stored == BF16 || stored == SQUEEZED_2 || stored == ROUNDED_4 || stored == ROUNDED_8 ? 2 : 4;
 }
 
-// Calls `use` with how many bits the codes have that weights are computed from, and whether these were rounded.
+// If weights are computed from codes, calls `use` with the bits of a code and whether the weights were rounded.
 template <class Use>
 static inline void with_code(Stored stored, const Use &use) {
   if (stored == CODES_4) use.template operator()<4, false>();
@@ -43,14 +46,14 @@ static inline void with_code(Stored stored, const Use &use) {
   if (stored == ROUNDED_8) use.template operator()<8, true>();
 }
 
-// Of a tile, or what it takes at most before its head if it is squeezed.
+// Bytes of a tile; for a squeezed tile, the most bytes that it takes without its head.
 static inline int64_t tile_bytes(Stored stored, int64_t k) {
   int64_t bytes = TILE * k * bytes_of(stored);
   with_code(stored, [&]<int BITS, bool ROUNDED>() { bytes = k / SHARED * sizeof(Coded<BITS>); });
   return bytes;
 }
 
-// bias [n] or null. A tile is the smallest part of the columns that multiplications take at once.
+// bias [n] or null. A tile is the smallest number of columns that multiplications take at once.
 struct Linear {
   const void *packed;
   const float *bias;
@@ -59,15 +62,15 @@ struct Linear {
 
   int64_t tiles() const { return (n + TILE - 1) / TILE; }
 
-  // Where a tile begins, and the last one ends.
+  // Where a tile begins; for `tiles()`, where the last tile ends.
   const char *at(int64_t tile) const {
     return (const char *)packed +
            (is_squeezed(stored) ? ((const int64_t *)packed)[tile] : tile * tile_bytes(stored, k));
   }
 };
 
-// A tile's weights for two inputs: so many, as bfloat16 lies in pairs, and as a loop over single ones spends up to a
-// twelfth of its time on counting.
+// Loads a tile's weights for two inputs. Two, because bfloat16 lies in pairs, and because a loop over single inputs
+// spends up to a twelfth of its time on counting.
 static inline void load_weights(const float *from, Vec (&weights)[2][VECTORS]) {
 #pragma GCC unroll 2
   for (int input = 0; input < 2; input++)
@@ -84,12 +87,13 @@ static inline void load_weights(const Bfloat16 *from, Vec (&weights)[2][VECTORS]
   }
 }
 
-// Inputs that a reader gives at once: a tile's weights for them leave half of the first cache to others.
+// The most inputs that a reader returns at once: a tile's weights for these inputs leave half of the first-level cache
+// to others.
 template <class W>
 constexpr int64_t MOST_INPUTS = 24576 / (TILE * sizeof(W));
 
-// Reads a tile's weights in order, some inputs at a time: [inputs][TILE] or [inputs / 2][TILE][2], none of them
-// squeezed any more. What was given stays until more is asked for.
+// Reads a tile's weights in order, some inputs at a time: [inputs][TILE] or [inputs / 2][TILE][2], unsqueezed. The
+// returned weights stay valid until the next call.
 template <class W>
 class Reader;
 
@@ -116,7 +120,7 @@ class Reader<Bfloat16> {
     return unpacked;
   }
 
-  // Where what comes next lies.
+  // Where the next weights lie.
   const char *at() const { return from; }
 
  private:
@@ -158,7 +162,7 @@ class Reader<float> {
 
  private:
   void widen(int64_t inputs) {
-    // A few at a time, so that they are still in the cache.
+    // A few inputs at a time, so that their weights are still in the cache.
     constexpr int64_t few = 64;
     for (int64_t begin = 0; begin < inputs; begin += few) {
       const int64_t some = std::min(few, inputs - begin);
@@ -181,7 +185,7 @@ class Reader<float> {
   alignas(64) float widened[MOST_INPUTS<float> * TILE];
 };
 
-// A row of the matrix: [k].
+// Writes a row of the matrix to `to` [k].
 static inline void row_of(const Linear &linear, int64_t row, float *to) {
   Reader<float> reader(linear, row / TILE);
   constexpr int64_t most = MOST_INPUTS<float>;
@@ -192,7 +196,7 @@ static inline void row_of(const Linear &linear, int64_t row, float *to) {
   }
 }
 
-// Lays out the tile of a matrix [n][k] whose first row is this one; rows that there are not are 0.
+// Packs the tile of a matrix [n][k] that begins with row `first`; rows past the last row are 0.
 static inline void pack_tile(float *to, const float *from, int64_t first, int64_t n, int64_t k) {
   for (int64_t row = 0; row < TILE; row++)
     for (int64_t column = 0; column < k; column++)
@@ -215,7 +219,7 @@ static inline void pack(W *to, const W *from, int64_t n, int64_t k) {
 // Where the first tile of a squeezed matrix begins.
 static inline int64_t squeezed_begin(int64_t tiles) { return ((tiles + 1) * 8 + 63) / 64 * 64; }
 
-// Squeezes a matrix [n][k], k a multiple of GROUP / TILE, and returns how many bytes it takes.
+// Squeezes a matrix [n][k], k a multiple of GROUP / TILE, and returns how many bytes the squeezed matrix takes.
 template <int BYTES>
 static inline int64_t squeeze_matrix(void *to, const Unsqueezed<BYTES> *from, int64_t n, int64_t k) {
   const int64_t tiles = (n + TILE - 1) / TILE;

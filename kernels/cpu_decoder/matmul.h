@@ -1,4 +1,4 @@
-// Rows times a weight matrix that was laid out for it once.
+// Multiplies rows with a weight matrix that was packed once for these multiplications.
 #pragma once
 
 #include "linear.h"
@@ -11,7 +11,7 @@ constexpr int ROWS = 12;
 constexpr int ROWS = 6;
 #endif
 
-// The sums of a tile begin at 0 or with what is there.
+// Initializes the sums of a tile with 0 or, if ADD, with the contents of `out`.
 template <int M, bool ADD>
 static inline void begin_sums(Vec (&sums)[M][VECTORS], const float *out, int64_t out_stride) {
 #pragma GCC unroll 16
@@ -28,15 +28,15 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
     for (int v = 0; v < VECTORS; v++) store(out + row * out_stride + v * WIDTH, sums[row][v]);
 }
 
-// How far ahead weights are asked for, in bytes: what the processor foresees by itself ends with its pages, and a
-// multiplication of several rows leaves it too little time.
+// Prefetch distance for weights, in bytes. The hardware prefetcher stops at page boundaries, and a multiplication of
+// several rows leaves the prefetcher too little time.
 constexpr int WEIGHTS_AHEAD = 16384;
-// Up to so many rows, weights that have another form are unpacked in registers, while each sum waits for the one
-// before, and weights are asked for so far ahead.
+// With at most REGISTER_ROWS rows, weights in another form are unpacked in registers, while each sum waits for the
+// previous sum. Weights are then prefetched REGISTER_ROWS_AHEAD bytes ahead.
 constexpr int REGISTER_ROWS = 4, REGISTER_ROWS_AHEAD = 8192;
 
-// Asks for weights that are needed later, some LINES of the cache at a time: all at once they would hold up everything
-// else. Each time it advances by `step` bytes.
+// Prefetches weights that are needed later, LINES cache lines at a time: all at once, the prefetches would hold up
+// everything else. Each call advances by `step` bytes.
 template <int LINES>
 struct Ahead {
   const char *at = nullptr;
@@ -50,7 +50,7 @@ struct Ahead {
   }
 };
 
-// Calls `use` with what asks for so many bytes each turn, up to LINES lines of them.
+// Calls `use` with a prefetcher for `each_turn` bytes per iteration, at most LINES cache lines.
 template <int LINES, class Use>
 static inline void with_ahead(const char *at, int64_t each_turn, const Use &use) {
   if constexpr (LINES > 1)
@@ -58,7 +58,8 @@ static inline void with_ahead(const char *at, int64_t each_turn, const Use &use)
   use(Ahead<LINES>{at, each_turn});
 }
 
-// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
+// out [M][TILE] = a [M][k] times one tile, or += if ADD. Rows of `a` lie `stride` apart, rows of `out` lie `out_stride`
+// apart.
 template <int M, bool ADD, class W, int LINES>
 static inline void multiply(const float *a, int64_t stride, const W *b, int64_t k, float *out, int64_t out_stride,
                             Ahead<LINES> ahead) {
@@ -105,7 +106,7 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 // out [M][TILE] = a [M][k] times one tile of codes.
 template <int BITS, bool ROUNDED, int M>
 static inline void multiply_coded(const float *a, const char *tile, int64_t k, float *out) {
-  // As many lines of the cache as a line of codes touches.
+  // Each prefetch takes as many cache lines as a line of codes touches.
   constexpr int64_t each_turn = sizeof(Coded<BITS>) * PER_LANE<BITS> / SHARED;
   Ahead<(each_turn + 63) / 64> ahead{tile + REGISTER_ROWS_AHEAD, each_turn};
   Vec sums[M][VECTORS] = {};
@@ -140,7 +141,7 @@ static inline void multiply_coded_rows(int rows, const float *a, const char *til
 }
 
 #if CAN_SQUEEZE && defined(__AVX512BF16__)
-// out [M][TILE] = a [M][k] times one squeezed tile, in the order of sums of the tile as it was.
+// out [M][TILE] = a [M][k] times one squeezed tile, accumulated in the same order as for the unsqueezed tile.
 template <int M>
 static inline void multiply_squeezed(const Bfloat16 *a, const Linear &linear, int64_t tile, float *out) {
   constexpr int inputs = GROUP / TILE;
@@ -180,16 +181,18 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
   if constexpr (M > 1) multiply_rows<ADD, M - 1>(rows, a, stride, b, k, out, out_stride, ahead);
 }
 
-// Rows whose sums a thread keeps to itself until they are complete, and so many as are worth reading weights for again.
+// A thread keeps the sums of up to BLOCK_ROWS rows to itself until they are complete. LEAST_BLOCK_ROWS rows justify
+// reading the weights again.
 constexpr int64_t BLOCK_ROWS = 256, LEAST_BLOCK_ROWS = 96;
-// Rows for which a piece is short enough to be computed once more in place of a thread that has lost its core.
+// With at most this many rows, a piece is short enough to be computed again for a thread that has lost its core.
 constexpr int64_t REPEATED_ROWS = 64;
-// Parts of a block's rows that fetch the next tile together: fewer wait for it, and more ask in vain.
+// This many parts of a block's rows prefetch the next tile together: fewer parts wait for memory, and more parts
+// prefetch in vain.
 constexpr int64_t FETCHING_PARTS = 6;
 
-// sums [rows][TILE] = a [rows][k] times one tile; `done(row, count)` when those of some rows are complete, so that what
-// becomes of them overlaps with the next. Rows are cut into even parts. Weights that have to be unpacked are so a
-// little at a time: what is unpacked never leaves the first cache.
+// sums [rows][TILE] = a [rows][k] times one tile. Calls `done(row, count)` when the sums of some rows are complete, so
+// that their further processing overlaps with the next rows. Rows are cut into even parts. Weights that need unpacking
+// are unpacked a little at a time, so that unpacked weights never leave the first-level cache.
 template <class W, class T, class Done>
 static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear, int64_t tile, float *sums,
                                  const Done &done) {
@@ -220,7 +223,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
       multiply_rows<false>(count(part), from, k, weights, inputs, into, TILE, ahead);
   };
   if (parts == 1) {
-    // As they lie, or a few.
+    // Weights that need no unpacking are read all at once, where they lie; others are unpacked a few inputs at a time.
     const int64_t most = linear.stored == (std::is_same_v<W, float> ? FLOATS : BF16) ? k : 64;
     const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
     constexpr int lines = 2 * TILE * sizeof(W) / 64;
@@ -233,8 +236,8 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
     done(0, rows);
     return;
   }
-  // The next tile, which this thread will most likely take, too. Some parts take turns in fetching it, as the memory
-  // needs about as long as they.
+  // Prefetches the next tile, which this thread will most likely also take. Some parts share the prefetching in turns,
+  // because memory takes about as long as these parts.
   const int64_t fetching = std::min(parts, FETCHING_PARTS), later = std::min(tile + 1, linear.tiles() - 1);
   const int64_t share = (linear.at(later + 1) - linear.at(later)) / fetching, each_turn = (share - 1) / (k / 2) + 1;
   const int64_t most = linear.stored == FLOATS ? k : MOST_INPUTS<W>;
@@ -257,9 +260,9 @@ struct NoAddition {
   void operator()(int64_t, int64_t, int64_t, float *) const {}
 };
 
-// For every tile of columns and every block of rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
-// Before that `add` may change the sums; it has the same arguments, and may happen more than once.
-// A block's rows stay in the cache of the thread that computes them, a tile's weights while all rows pass.
+// For every tile of columns and every block of rows of a [rows][k]: calls `finish(row, rows, tile, sums [rows][TILE])`.
+// Before `finish`, `add` may change the sums; `add` has the same arguments, and may run more than once.
+// A block's rows stay in the cache of the thread that computes them; a tile's weights stay there while all rows pass.
 template <class W, class T, class Finish, class Add>
 static void matmul_with(PhasePool &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish,
                         const Add &add) {
@@ -296,7 +299,7 @@ static void matmul(PhasePool &team, const T *a, int64_t rows, const Linear &line
                    const Add &add = {}) {
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
-    // Weights are widened once for several parts, and in registers for one, unless they are computed.
+    // For several parts, weights are widened once; for one part, in registers, unless weights are computed from codes.
     if (bytes_of(linear.stored) == 4 || is_coded(linear.stored) || rows > ROWS)
       return matmul_with<float>(team, a, rows, linear, finish, add);
   matmul_with<Bfloat16>(team, a, rows, linear, finish, add);

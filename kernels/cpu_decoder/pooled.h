@@ -1,17 +1,17 @@
-// Attention pooled over neighbouring tokens and added up.
+// Attention weights, max-pooled over neighbouring tokens and accumulated.
 #pragma once
 
 #include <vector>
 
 #include "vector.h"
 
-// totals [keys] += the largest of each `width` neighbours, this one first, of weights [heads][keys] summed over heads.
-// Entries before `first` are neither looked at nor added to.
+// Sums weights [heads][keys] over heads. To each entry of totals [keys], adds the maximum of the `width` sums from that
+// key on. Entries before `first` are neither read nor changed.
 static inline void pooled_add(const float *weights, int64_t heads, int64_t keys, float *totals, int64_t first,
                               int64_t width) {
   const int64_t count = keys - first;
   if (count <= 0) return;
-  // Behind the last one nothing is larger.
+  // Sums after the last key are minus infinity, so that they never win the maximum.
   thread_local std::vector<float> sums;
   sums.assign(count + width + WIDTH, -INFINITY);
   for (int64_t i = 0; i < count; i++) sums[i] = weights[first + i];

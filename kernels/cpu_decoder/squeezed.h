@@ -1,10 +1,11 @@
 // Weights in fewer bytes, without loss.
 //
-// Trained weights lie close together: of the 256 values of their upper bytes, sign and most of the exponent, a tile has
-// nearly always the same 16, so that 4 bits say which (after Zhang et al. 2025, DFloat11, which spends as few bits as
-// an entropy code can; 4 for all are what a processor unpacks faster than its memory gives them). Of the lower bytes
-// those stay that are not 0 in all of a matrix: one of bfloat16, two of floats that were float16 once, else three.
-// Groups of weights with another upper byte stay as they are, so that nothing is rounded.
+// Trained weights lie close together. A weight's upper byte holds the sign and most of the exponent. Of the 256 values
+// of this byte, nearly all weights of a tile have one of the same 16, so 4 bits encode the upper byte. (After Zhang et
+// al. 2025, DFloat11, which spends as few bits as an entropy code can. With 4 bits for all weights, a processor unpacks
+// faster than its memory delivers.) Lower bytes are kept unless they are 0 in the whole matrix: one byte of bfloat16,
+// two of floats that once were float16, else three.
+// A group that has a weight with another upper byte is stored as is, so that nothing is rounded.
 #pragma once
 
 #include "vector.h"
@@ -17,36 +18,36 @@
 #include <numeric>
 #include <type_traits>
 
-// What weights that need so many bytes are otherwise: bfloat16 for 2, floats for 3 and 4.
+// The unsqueezed type of weights that need BYTES bytes: bfloat16 for 2, float for 3 and 4.
 template <int BYTES>
 using Unsqueezed = std::conditional_t<BYTES == 2, Bfloat16, float>;
 template <int BYTES>
 using Bits = std::conditional_t<BYTES == 2, uint16_t, uint32_t>;
 
-// Weights that are unpacked together: 64 bytes with two codes each, then for each half of them 64 bytes of each kind,
-// the upper ones first.
+// Weights that are unpacked together: 64 bytes with two codes each, then, for each half of the weights, 64 bytes per
+// kind of lower byte, the upper kinds first.
 constexpr int GROUP = 128;
 template <int BYTES>
 constexpr int SQUEEZED_BYTES = GROUP / 2 + GROUP * (BYTES - 1);
 
-// One tile's weights. They begin with the 16 upper bytes, then a bit per group, set where it is as it was, up to a
-// multiple of 64 bytes.
+// The head of a squeezed tile holds the 16 upper bytes, then one bit per group, set if the group is stored as is. The
+// head is padded to a multiple of 64 bytes.
 static inline int64_t squeezed_head(int64_t groups) { return (16 + (groups + 7) / 8 + 63) / 64 * 64; }
 
-// Offset in 64 bytes of the number-th weight: where unpacking vectors lane by lane takes it from.
+// Offset of the number-th weight within 64 bytes: the place from which lane-wise unpack instructions take this weight.
 template <int BYTES>
 static inline int squeezed_offset(int number) {
   constexpr int lane = 16 / sizeof(Unsqueezed<BYTES>);
   return number % (4 * lane) / lane * 16 + number / (4 * lane) * lane + number % lane;
 }
 
-// Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has space for them as they were and
-// the head.
+// Squeezes `count` weights, a multiple of GROUP, and returns how many bytes they take. `to` has space for the
+// unsqueezed weights and the head.
 template <int BYTES>
 static inline int64_t squeeze(uint8_t *to, const Bits<BYTES> *from, int64_t count) {
   constexpr int size = sizeof(*from);
   const int64_t groups = count / GROUP;
-  // The number-th byte from above.
+  // The number-th byte, counted from the most significant.
   auto byte = [](Bits<BYTES> weight, int number) { return uint8_t(weight >> (size - 1 - number) * 8); };
   std::array<int64_t, 256> times{};
   for (int64_t i = 0; i < count; i++) times[byte(from[i], 0)]++;
@@ -84,7 +85,7 @@ class Unpacker {
       : kept((const uint8_t *)tile + 16), at((const uint8_t *)tile + squeezed_head(groups)),
         upper(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tile))) {}
 
-  // The next group's weights in bfloat16, as they were, in the vectors that `next` writes one behind the other.
+  // Unpacks the next group's bfloat16 weights to the vectors that `next` writes one after the other.
   void next_group(__m512i (&weights)[GROUP / 32]) {
     const bool is_kept = kept[group / 8] >> group % 8 & 1;
     group++;
@@ -102,12 +103,12 @@ class Unpacker {
     at += SQUEEZED_BYTES<2>;
   }
 
-  // Asks for the lines of a group that lies so many bytes ahead.
+  // Prefetches the cache lines of a squeezed group that lies `ahead` bytes ahead.
   void fetch(int64_t ahead) const {
     for (int i = 0; i < SQUEEZED_BYTES<2>; i += 64) __builtin_prefetch(at + ahead + i);
   }
 
-  // The next groups' weights, as they were; returns where those after them lie.
+  // Writes the unsqueezed weights of the next `groups` groups; returns where the following groups begin.
   template <int BYTES>
   const char *next(int64_t groups, Unsqueezed<BYTES> *to) {
     constexpr int size = sizeof(*to);
@@ -143,7 +144,7 @@ class Unpacker {
   }
 
  private:
-  // Of half a group.
+  // The upper bytes of half a group.
   __m512i upper_bytes(__m512i codes, int half) const {
     const __m512i mine = half ? _mm512_srli_epi16(codes, 4) : codes;
     return _mm512_shuffle_epi8(upper, _mm512_and_si512(mine, _mm512_set1_epi8(15)));

@@ -1,7 +1,8 @@
-// A decoder of the Llama family on a CPU: a whole step in one call, on threads that stay together from layer to layer.
+// A CPU decoder for the Llama family: one call computes a whole step, on threads that stay together from layer to
+// layer.
 //
-// Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights is in the
-// model's type, unless floats are faster. Caches have a type of their own.
+// Hidden states, sums, norms, rotary embedding and attention are in float. Activations that are multiplied with weights
+// have the model's type, unless floats are faster. Caches have their own type.
 #pragma once
 
 #include <chrono>
@@ -15,11 +16,11 @@ struct Layer {
   const float *q_norm, *k_norm;         // [D] or null
   Linear qkv, out, gate_up, down;
   void *k_cache, *v_cache;  // [N][B][Hkv][D]
-  const float *k_scale, *v_scale;  // [Hkv][D], of caches of 8 bits; else null
+  const float *k_scale, *v_scale;  // [Hkv][D], for 8-bit caches; else null
   int64_t group;
 };
 
-// What caches hold.
+// The element type of caches.
 enum Cached : int64_t { CACHED_FLOAT, CACHED_BF16, CACHED_INT8, CACHED_FLOAT8 };
 
 struct Model {
@@ -28,7 +29,7 @@ struct Model {
   float epsilon, scale, rotary_scale;
   const float *frequencies;  // [D / 2]
   const float *final_norm;   // [H]
-  const void *embedding;     // [V][H], or null when it is `table`: the output matrix, or one in codes
+  const void *embedding;     // [V][H], or null if `table` is used: the output matrix, or a matrix in codes
   Stored embedding_stored;   // FLOATS or BF16
   Cached cached;
   Linear table, head;
@@ -44,12 +45,12 @@ struct Batch {
   const int64_t *cache_positions;  // [T]
   int64_t entries;
   const Scored *scored;  // [entries]
-  int64_t invariant;  // whether nothing that is rounded may depend on what else is in the step, nor on the threads
+  int64_t invariant;  // whether rounding must depend neither on what else is in the step nor on the threads
   int64_t spans;
   const AdapterSpan *span;  // [spans], tokens with adapters
 };
 
-// A group's numbers, kept.
+// A group with its own copies of slots and tables.
 struct OwnGroup : Group {
   std::vector<int64_t> own_slots;
   std::vector<int32_t> own_tables;
@@ -73,12 +74,12 @@ static inline void normalise(const float *x, const float *weight, int64_t n, flo
 // What a step spends its time on.
 enum Phase { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, PHASES };
 
-// Adds times to `seconds` [PHASES], unless that is null.
+// Adds times to `seconds` [PHASES], unless `seconds` is null.
 class Watch {
  public:
   explicit Watch(double *seconds) : seconds(seconds), last(Clock::now()) {}
 
-  // The time since the last lap belongs to this phase.
+  // Adds the time since the last lap to this phase.
   void lap(Phase phase) {
     if (!seconds) return;
     auto now = Clock::now();
@@ -92,16 +93,18 @@ class Watch {
   Clock::time_point last;
 };
 
-// T is what is multiplied with weights, C what the caches hold. Attention multiplies pairs of bfloat16 only as they are
-// in the cache: to make them of 8 bits takes as long as to make floats.
+// T is the type that is multiplied with weights, C the type that the caches hold. Attention multiplies pairs of
+// bfloat16 only if the cache holds bfloat16: converting 8-bit elements to bfloat16 takes as long as converting them to
+// floats.
 template <class T, class C>
 using Attended = std::conditional_t<std::is_same_v<C, Bfloat16>, T, float>;
 
-// Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
+// Owns copies of what it needs from the batch, because a thread that lost its core may still run after the step is
+// over.
 template <class T>
 class Step {
  public:
-  // `seconds` [PHASES] takes the times that the thread sees which makes this object.
+  // `seconds` [PHASES] receives the times that the constructing thread sees.
   Step(const Model &model, const Batch &batch, float *logits, PhasePool &team, double *seconds)
       : model(model), shape(model.shape), logits(logits), team(team), seconds(seconds), tokens(batch.tokens),
         ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
@@ -190,7 +193,7 @@ class Step {
     });
   }
 
-  // All tokens times a matrix of a layer, with what their adapters add.
+  // Multiplies all tokens with a matrix of a layer, including what their adapters add.
   template <class Finish>
   void multiply_layer(int64_t number, Matrix matrix, const T *a, const Linear &linear, const Finish &finish) {
     if (!additions.adds_to(number, matrix)) return matmul(team, a, tokens, linear, finish);
@@ -224,7 +227,8 @@ class Step {
     }
   }
 
-  // Rotary position embedding, first half of a head against its second (Su et al. 2021, section 3.4.2).
+  // Rotary position embedding: rotates the first half of a head against the second half (Su et al. 2021, section
+  // 3.4.2).
   void rotate(float *head, int64_t row) const {
     int64_t half = shape.head_dim / 2;
     const float *cosine = &cosines[row * half], *sine = &sines[row * half];
@@ -235,7 +239,7 @@ class Step {
     }
   }
 
-  // Logits of a query with what is in the cache lack the keys' scale: the query gets it.
+  // Keys in the cache lack their scale, and so would the logits: the query is multiplied with the keys' scale instead.
   template <class C>
   void rotate_and_store(const Layer &layer, int64_t row) {
     const int64_t dim = shape.head_dim;
@@ -272,7 +276,7 @@ class Step {
     return {part, entry.squares ? part + shape.kv_heads * unit.end : nullptr};
   }
 
-  // Adds up what the units of one sequence have scored, always in the same order.
+  // Sums the scores of the units of each sequence, always in the same order.
   void add_sums(int64_t number) {
     const Plan &plan = plans[model.layer[number].group];
     if (!plan.sums) return;
@@ -298,7 +302,7 @@ class Step {
       const int64_t count = units->size() * shape.kv_heads;
       auto piece = [&](int64_t i) { return Piece{&(*units)[i / shape.kv_heads], i % shape.kv_heads}; };
       team.each(count, [&](int64_t i) {
-        // The one that this thread will most likely take next.
+        // `next` is the piece that this thread will most likely take next.
         Piece now = piece(i), next = i + 1 < count ? piece(i + 1) : Piece{};
         attend(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, cache_positions.data(), qkv.data(),
                width(), (const C *)layer.k_cache, (const C *)layer.v_cache, layer.v_scale, state,
@@ -310,7 +314,7 @@ class Step {
     });
   }
 
-  // Adds the scores to the accumulators of the sequences that have one.
+  // Adds the scores to the accumulators of the sequences that have accumulators.
   void add_totals() {
     if (std::none_of(scored.begin(), scored.end(), [](const Scored &entry) { return entry.totals; })) return;
     team.each(int64_t(scored.size()) * model.layers, [&](int64_t piece) {
@@ -340,7 +344,8 @@ class Step {
     };
   }
 
-  // A tile holds the gate of as many columns as it then holds of the up projection: silu(gate) * up.
+  // silu(gate) * up: the first half of a tile holds gate columns, the second half the same columns of the up
+  // projection.
   auto activate() {
     return [this](int64_t row, int64_t count, int64_t tile, const float *sums) {
       constexpr int half = TILE / 2;

@@ -19,13 +19,14 @@ extern "C" void AnnotateIgnoreReadsBegin(const char *file, int line);
 extern "C" void AnnotateIgnoreReadsEnd(const char *file, int line);
 #endif
 
-// A step is a row of phases, each of them pieces that may be done in any order. A phase is over when all its pieces are
-// done, not when all threads have said so: on a machine with other work a thread may lose its core in the middle of a
-// piece for longer than the whole step takes. What can be computed twice, the others then compute in its stead, and it
-// finds that it is late. A thread that comes late passes over the phases that are done.
+// A step is a sequence of phases; the pieces of a phase may be done in any order. A phase is over when all its pieces
+// are done, not when all threads have reported. The reason: on a machine with other work, a thread can lose its core in
+// the middle of a piece for longer than a whole step takes. If the piece may be computed twice, other threads then
+// compute the piece instead, and the late thread notices that it is late. A thread that comes late skips the phases
+// that are done.
 //
-// Each thread first takes the pieces of its own share, one behind the other, then what is left of the others' shares.
-// So it meets again what it has in its cache, as long as like pieces have like positions in all phases.
+// Each thread first takes the pieces of its own share in order, then the remaining pieces of other threads' shares. So
+// a thread finds its data in its cache again, as long as similar pieces have similar positions in all phases.
 class PhasePool {
  public:
   // No phase of `each_repeatable` may have more pieces than `most`.
@@ -40,8 +41,8 @@ class PhasePool {
     for (auto &member : members) member.join();
   }
 
-  // Runs `work` on every thread, the caller's included, and returns when the phases in it are over. Late threads may be
-  // in it for longer: what it uses must be its own, or outlive the team.
+  // Runs `work` on every thread, including the caller's, and returns when all phases of `work` are over. Late threads
+  // may run `work` for longer, so everything that `work` uses must belong to `work` or outlive the team.
   void run(std::shared_ptr<std::function<void()>> work) {
     int64_t base = current.load();
     {
@@ -55,7 +56,7 @@ class PhasePool {
     (*work)();
   }
 
-  // The first of so many pieces in a thread's share, which ends where the next one begins.
+  // Of `count` pieces, the first in a thread's share; a share ends where the next share begins.
   int64_t begin_of(int64_t share, int64_t count) const { return share * count / size; }
 
   // A phase: calls `piece(i)` once for every i below `count`, on whichever thread is free.
@@ -70,16 +71,16 @@ class PhasePool {
     await(phase, INT64_MAX);
   }
 
-  // As `each`, of pieces in two parts: `compute(i)` changes nothing that another thread looks at, and may happen more
-  // than once; `commit(i)` writes what it found, and happens once.
+  // Like `each`, but a piece has two parts. `compute(i)` changes nothing that another thread reads, and may run more
+  // than once. `commit(i)` writes the result of `compute(i)`, and runs once.
   template <class Compute, class Commit>
   void each_repeatable(int64_t count, const Compute &compute, const Commit &commit) {
     if (!count) return;
     int64_t phase = at++;
     auto attempt = [&](int64_t i) {
 #if defined(__SANITIZE_THREAD__)
-      // A thread that is late reads here what later phases write, and then throws away what it computed: the one data
-      // race that is meant. Reads by a thread that has claimed the piece are no race, and are watched.
+      // A late thread reads here what later phases write, and then discards its result: the only intended data race.
+      // Reads by a thread that has claimed the piece do not race, so the sanitizer checks them.
       AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
       compute(i);
       AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
@@ -101,13 +102,13 @@ class PhasePool {
   const int size;
 
  private:
-  // A piece takes a few microseconds; a thread that has waited as long for the last pieces begins to do them itself.
+  // A piece takes a few microseconds. A thread that has waited that long for the last pieces starts to compute them.
   static constexpr int64_t PATIENCE = 1000;
-  // How long a thread looks for the next step before it sleeps.
+  // How often a thread polls for the next step before it sleeps.
   static constexpr int64_t SPINS = 2000;
   static constexpr int BITS = 24;
 
-  // The phase, and how many pieces of this share are taken in it.
+  // The phase, and below it in BITS bits how many pieces of this share are taken in this phase.
   struct alignas(64) Share {
     std::atomic<int64_t> taken{0};
   };
@@ -136,7 +137,7 @@ class PhasePool {
     return false;
   }
 
-  // A piece is done; the phase cannot end before this is scored.
+  // Records that a piece is done; the phase cannot end before this record.
   void finish(int64_t phase, int64_t count) {
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);
@@ -144,7 +145,7 @@ class PhasePool {
     current.store(phase + 1, std::memory_order_release);
   }
 
-  // Whether the phase is over before so many looks. A thread that waits long yields the core.
+  // Whether the phase is over within `looks` polls. A thread that waits long yields its core.
   bool await(int64_t phase, int64_t looks) {
     for (int64_t look = 0; current.load(std::memory_order_acquire) <= phase; look++) {
       if (look >= looks) return false;
@@ -174,10 +175,10 @@ class PhasePool {
     }
   }
 
-  // The phase that a thread is in, and its number.
+  // The phase that this thread is in, and the thread's number.
   static inline thread_local int64_t at = 0, me = 0;
 
-  // Per piece one more than the last phase in which it was committed.
+  // For each piece: 1 + the last phase in which the piece was claimed for its commit.
   const std::unique_ptr<std::atomic<int64_t>[]> claims;
   const std::unique_ptr<Share[]> shares;
   std::mutex changing;
@@ -187,6 +188,6 @@ class PhasePool {
   // The first phase that is not over.
   alignas(64) std::atomic<int64_t> current{0};
   alignas(64) std::atomic<int64_t> done{0};
-  // The last, as they begin to look at the others at once.
+  // Declared last, because the threads read the other fields as soon as they start.
   std::vector<std::thread> members;
 };

@@ -1,4 +1,4 @@
-// What of a step's attention is computed together: which rows against which keys.
+// Divides a step's attention into units: which query rows attend to which keys together.
 #pragma once
 
 #include <numeric>
@@ -8,17 +8,18 @@
 
 // Query rows (tokens times the heads that share a KV head) in a unit.
 constexpr int UNIT_ROWS = 192;
-// Keys taken at a time: a run.
+// Keys processed at a time: a run.
 constexpr int KEYS = 64;
-// Tokens that sequences must share for a unit of their own.
+// Sequences must share at least this many tokens to get a separate unit for the shared keys.
 constexpr int SHARED_TOKENS = 64;
-// Units that a thread should find at least, so that none waits long for another one's last.
+// Each thread should get at least this many units, so that no thread waits long for another thread's last unit.
 constexpr int UNITS_PER_THREAD = 3;
-// Keys that are worth a unit of their own, and units per thread that those of a long context are divided into.
+// LEAST_KEYS keys justify a separate unit. The keys of a long context are divided into PARTS_PER_THREAD units per
+// thread.
 constexpr int64_t LEAST_KEYS = 256;
 constexpr int PARTS_PER_THREAD = 16;
 
-// One group of layers: where this step's tokens are stored [T], and block tables [S][width].
+// One group of layers: the slots where this step's tokens are stored [T], and the block tables [S][width].
 struct Group {
   const int64_t *slots;
   const int32_t *tables;
@@ -33,49 +34,52 @@ struct Shape {
   int block_bits() const { return __builtin_ctzll(block_size); }
 };
 
-// A sequence whose attention is wanted: softmax weights of its last `rows` tokens for its `keys` keys, summed over these
-// tokens and over the query heads of a KV head, and the sums of their squares, or null; [layers][Hkv][keys] each.
-// Unless `totals` is null, the weights are added to them at the end of the step: [layers][heads] rows of `capacity` each,
-// of all KV heads together where there is one; of each key from `first` on the largest of `width` neighbours.
+// A sequence whose attention scores are wanted. `weights`: the softmax weights of its last `rows` tokens for its `keys`
+// keys, summed over these tokens and over the query heads of a KV head. `squares`: the sums of the squared weights, or
+// null. Both are [layers][Hkv][keys].
+// Unless `totals` is null, the weights are added to `totals` at the end of the step. `totals` has [layers][heads] rows
+// of `capacity` each; a single head stands for all KV heads together. Each key from `first` on gets the maximum over
+// `width` neighbours, beginning with this key.
 struct Scored {
   int64_t sequence, rows, keys;
   float *weights, *squares, *totals;
   int64_t heads, capacity, first, width;
 };
 
-// Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
-// `scored` count for an entry of Scored. The last unit of a sequence sees all its keys and leaves the sums at the entry;
-// others leave their parts at `sums`: [2][Hkv][end], weights and squares.
-// Where keys are divided among units, each leaves its softmax at `part`, [count][Hq], for the merge.
+// The query rows of `count` tokens, from `first` on in Plan::order, against the keys [begin, end) of a sequence's
+// table. The last `scored` tokens count for the entry `entry` of Scored. A sequence's last unit sees all keys of the
+// sequence and writes the sums to the entry. The other units write partial sums to `sums`: [2][Hkv][end], weights and
+// squares.
+// If keys are divided among units, each unit writes its softmax to `part`, [count][Hq], for the merge.
 struct Unit {
   int64_t first, count;
   int64_t sequence;
   int64_t begin, end;
   bool resumes, ends;
   int64_t scored = 0, entry = 0, sums = -1, part = -1;
-  // The first key that a row sees: a run may begin before it.
+  // The first key that any row of the unit sees; a run may begin before this key.
   int64_t least = 0;
 };
 
-// A token whose keys were divided: its softmaxes begin at `first` and lie `step` apart.
+// A token whose keys were divided: its `parts` softmaxes begin at `first` and lie `step` apart.
 struct Merged {
   int64_t token, first, step, parts;
 };
 
-// The units of a step for one group, in two rounds: shared keys, then own ones.
+// The units of a step for one group, in two rounds: first the shared keys, then each sequence's own keys.
 struct Plan {
   std::vector<int64_t> order;  // token rows
   std::vector<Unit> shared, own;
   std::vector<Merged> merged;
-  int64_t sums = 0;  // floats that the parts of sums take
-  bool invariant;         // whether what is rounded depends on nothing that is computed beside it
-  int64_t softmaxes = 0;  // that units keep: of all tokens [T][Hq], then of parts
+  int64_t sums = 0;  // floats that the partial sums take
+  bool invariant;         // whether a token's rounding depends on nothing that is computed beside the token
+  int64_t softmaxes = 0;  // number that units keep: of all tokens [T][Hq], then of parts
 };
 
-// Divides the keys of units for which other threads would wait (Dao et al. 2023, "Flash-Decoding"). Where a context is
-// divided, and so what is rounded, depends on the threads and on what else is in the step.
+// Divides the keys of units that other threads would wait for (Dao et al. 2023, "Flash-Decoding"). Where a context is
+// divided depends on the threads and on what else is in the step, and so does its rounding.
 static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
-  // Reading keys takes about as long as multiplying them with as many rows as fit in registers.
+  // Reading keys takes about as long as multiplying them with ROWS rows, the number of rows that fit in registers.
   auto cost = [&](const Unit &unit) {
     return std::max<int64_t>(ROWS, unit.count * shape.per_kv()) * (unit.end - unit.begin);
   };
@@ -85,7 +89,7 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   for (const Unit &unit : plan.own) {
     const int64_t keys = unit.end - unit.begin, share = cost(unit) * threads;
     int64_t parts = 1;
-    // Not all but equal ones of which there are enough.
+    // Units of nearly equal cost are not divided if there are enough of them.
     if (!unit.scored && share * UNITS_PER_THREAD > total)
       parts = std::clamp<int64_t>(share * PARTS_PER_THREAD / total, 1, std::max<int64_t>(1, keys / LEAST_KEYS));
     if (parts == 1) {
@@ -108,8 +112,9 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   plan.own.swap(divided);
 }
 
-// cache_positions: [T], of the tokens along their tables. invariant: what is rounded of a token that is not scored depends
-// on nothing that is computed beside it: runs of keys begin at the same keys for all, and contexts are not divided.
+// cache_positions: [T], of the tokens along their tables. invariant: the rounding of a token that is not scored depends
+// on nothing that is computed beside the token. For this, runs of keys begin at the same keys for all tokens, and
+// contexts are not divided.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
                        const int64_t *cache_positions, const std::vector<Scored> &scored, int threads,
                        bool invariant) {
@@ -131,16 +136,16 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   };
   if (!group.window)
     std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) {
-      // Not between two that share.
+      // Scored sequences come first, so that none of them lies between two sequences that share keys.
       if ((entry_of[a] >= 0) != (entry_of[b] >= 0)) return entry_of[a] >= 0;
       return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
                                           table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
     });
-  // Rows that are multiplied at once should be full, also where there are too few for all threads.
+  // Each multiplication should have its full number of rows, even if there are too few rows for all threads.
   int64_t even = query_start[sequences] * shape.q_heads / (threads * UNITS_PER_THREAD);
   int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
   auto cut = [&](std::vector<Unit> &units, Unit whole) {
-    // Even parts: a thread that has none left waits for the longest.
+    // Even parts, because a thread that has none left waits for the longest part.
     int64_t parts = (whole.count + limit - 1) / limit;
     for (int64_t part = 0; part < parts; part++) {
       Unit unit = whole;
@@ -191,7 +196,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
     std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
       return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
     });
-    // Every thread's share gets some of all sizes, the longest first.
+    // Deals the units out so that every thread's share has units of all sizes, the longest first.
     std::vector<Unit> dealt;
     for (int thread = 0; thread < threads; thread++)
       for (size_t i = thread; i < units->size(); i += threads) dealt.push_back((*units)[i]);

@@ -1,4 +1,4 @@
-// Vectors of floats as the machine has them, and the few functions on them that compilers do not bring along.
+// SIMD vectors of floats for this machine, and the few functions on them that compilers do not provide.
 #pragma once
 
 #include <cmath>
@@ -17,25 +17,25 @@ constexpr int WIDTH = 16;
 constexpr int WIDTH = 8;
 #endif
 
-// A tile is so many columns of a matrix.
+// A tile is TILE columns of a matrix.
 constexpr int VECTORS = 2;
 constexpr int TILE = VECTORS * WIDTH;
 
 typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 typedef uint32_t UnsignedVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
-// Also to look at pairs of bfloat16 with.
+// Also serves to view pairs of bfloat16, one pair per lane.
 typedef int32_t PairVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2), aligned(2)));
 
-// Upper half of a float. A type of its own, so that no function takes one for the other.
+// The upper half of a float. A distinct type, so that no function confuses a bfloat16 with a float.
 enum class Bfloat16 : uint16_t {};
 
 static inline Vec load(const float *from) { return *(const Vec *)from; }
 
 static inline Vec load(const Bfloat16 *from) {
 #if defined(__AVX512F__)
-  // One instruction; compilers make five of the plain expression.
+  // A single instruction; compilers emit five for the plain expression.
   return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
 #else
   return (Vec)(__builtin_convertvector(*(const HalfVec *)from, IntVec) << 16);
@@ -48,14 +48,14 @@ static inline void store(Bfloat16 *to, Vec value) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
 #else
-  // To nearest, ties to even. What is no number stays none as long as one of its upper bits is set.
+  // Rounds to nearest, ties to even. A NaN stays NaN as long as one of its upper fraction bits is set.
   IntVec bits = (IntVec)value;
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   *(HalfVec *)to = __builtin_convertvector(bits, HalfVec);
 #endif
 }
 
-// Memory that begins with a line of the cache: a vector that lies in two lines takes as long as two.
+// Allocates memory aligned to cache lines, because a vector that spans two lines takes as long as two vectors.
 template <class X>
 struct LineAllocator {
   using value_type = X;
@@ -96,8 +96,8 @@ static inline float largest(Vec value) {
 #endif
 }
 
-// e^x within 2 units in the last place; 0 below -87, also for minus infinity.
-// Cody and Waite's reduction, then a polynomial of degree 6 (Cephes, expf).
+// e^x within 2 units in the last place; 0 for x below -87, including minus infinity.
+// Uses Cody and Waite's range reduction, then a polynomial of degree 6 (Cephes, expf).
 static inline Vec exponential(Vec x) {
   const Vec least = Vec{} - 87.0f;
 #if defined(__AVX512F__)
@@ -107,7 +107,7 @@ static inline Vec exponential(Vec x) {
   IntVec tiny = x < least;
   x = x < least ? least : x;
   x = x > 88.0f ? Vec{} + 88.0f : x;
-  // Adding and taking away 1.5 * 2^23 rounds to a whole number.
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer.
   Vec n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
 #endif
   x -= n * 0.693359375f;

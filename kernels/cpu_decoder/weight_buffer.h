@@ -1,22 +1,22 @@
-// Attention scores: the sums of the softmax weights of each key.
+// Attention scores: for each key, the sum of its softmax weights.
 //
-// While a softmax continues, the weights of all runs of keys are kept as they come out of it; when its end is known, they
-// are scaled and summed. So no pass over the keys is repeated.
+// While a softmax continues, the weights of each run of keys are kept as the online softmax yields them. Once the
+// maximum and the total are final, the weights are rescaled and summed. So no pass over the keys is repeated.
 #pragma once
 
 #include <memory>
 
 #include "units.h"
 
-// Where sums go, [keys] each; squares may be null.
+// Destinations of the sums, [keys] each; `squares` may be null.
 struct Sums {
   float *weights, *squares;
 };
 
-// Weights of some rows, and how large the largest logit of each was when a run was taken.
+// Softmax weights of some rows, and each row's running maximum logit at the time when a run was processed.
 class WeightBuffer {
  public:
-  // Forgets all; the next ones are of so many keys and rows.
+  // Discards all weights and makes room for `keys` keys and `count` rows.
   void begin(int64_t keys, int64_t count) {
     rows = count;
     int64_t needed = (keys + KEYS - 1) / KEYS * rows;
@@ -26,11 +26,11 @@ class WeightBuffer {
     peaks = std::make_unique_for_overwrite<float[]>(capacity);
   }
 
-  // Those of a row at the run that begins with key `from`: [KEYS].
+  // The weights of a row for the run that begins with key `from`: [KEYS].
   float *weights(int64_t from, int64_t row) { return &all[(from / KEYS * rows + row) * KEYS]; }
   float *largest(int64_t from, int64_t row) { return &peaks[from / KEYS * rows + row]; }
 
-  // Sums over the last `count` rows, whose softmax ended with `most` and `total` [count].
+  // Sums over the last `count` rows, whose softmaxes ended with the maxima `most` and the totals `total` [count].
   void sum(int64_t keys, int64_t count, const float *most, const float *total, const Sums &to) {
     for (int64_t from = 0; from < keys; from += KEYS) {
       Vec sums[KEYS / WIDTH] = {}, squares[KEYS / WIDTH] = {};
