@@ -1,15 +1,7 @@
-"""The executor's process from settings to its end."""
+"""The executor's process: checks its settings, and runs until it is stopped."""
 
-import asyncio
-import contextlib
-import hashlib
 import os
-import signal
 import sys
-import time
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -19,21 +11,8 @@ from executor.errors import CacheFileError, ModelError
 from executor.settings import ExecutorSettings
 from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.settings import variable
-
-if TYPE_CHECKING:
-    import torch
-
-    from executor.core.draft_model import Draft
-    from executor.core.runner import Runner
-    from executor.models.files import ModelFiles
-    from executor.models.forward import Model
-    from executor.models.tokenizer import TokenizerFiles
 
 log = structlog.get_logger()
-
-# How long a stopping process tries to confirm its last copies.
-CONFIRM_SECONDS = 0.5
 
 
 def main(settings: ExecutorSettings) -> int:
@@ -41,7 +20,7 @@ def main(settings: ExecutorSettings) -> int:
     logs.configure("executor", settings.log_level)
     tracing.start("executor", os.environ)
     try:
-        return uvloop.run(_serve(settings))
+        return uvloop.run(_run(settings))
     except (ModelError, CacheFileError, AddressError) as error:
         print(f"executor: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -49,253 +28,14 @@ def main(settings: ExecutorSettings) -> int:
         tracing.stop()
 
 
-def _check_addresses(settings: ExecutorSettings) -> None:
-    """Raises AddressError, before the model is loaded, for addresses that no server could listen on."""
+async def _run(settings: ExecutorSettings) -> int:
+    log.info("starting", model=settings.model or "default")
+    # An address that no server could listen on is reported before the model is loaded.
     for name, address in settings.listening.items():
         if address:
             addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
-
-
-def _load(
-    source: str, settings: ExecutorSettings, device: "torch.device"
-) -> "tuple[ModelFiles, Model, TokenizerFiles]":
-    """Loads the model. Raises ModelError."""
-    from executor.models.files import find
-    from executor.models.load import load_model
-    from executor.models.tokenizer import load_tokenizer
-
-    files = find(source, settings.cache_dir, lambda line: log.info(line))
-    log.info("loading", model=files.name, device=str(device))
-    model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    return files, model, load_tokenizer(files, settings.chat_template)
-
-
-def _load_draft(
-    settings: ExecutorSettings, device: "torch.device", model: "Model", tokenizer: "TokenizerFiles"
-) -> "Draft":
-    """Returns the draft model for a model. Raises ModelError naming the setting."""
-    from executor.core.draft_model import Draft
-
-    try:
-        return Draft.of(*_load(settings.draft_model, settings, device), model, tokenizer)
-    except ModelError as error:
-        raise ModelError(f"{variable(ExecutorSettings, 'draft_model')}: {error}") from error
-
-
-def _make_invariant(model: "Model") -> None:
-    """Makes the model batch invariant. Raises ModelError if this is not possible."""
-    from executor.models.cpu import CpuModel
-
-    if not isinstance(model.forward, CpuModel):
-        setting = variable(ExecutorSettings, "batch_invariant")
-        raise ModelError(
-            f"{setting}: {model.name} does not run in compiled code here, and only that is batch invariant"
-        )
-    model.forward.decoder.invariant = True
-
-
-def _load_weights(
-    files: "ModelFiles", settings: ExecutorSettings, device: "torch.device", folder: Path | None
-) -> "Model":
-    """Returns the model with the weights of a folder; None for the weights of the start. Raises ModelError."""
-    from executor.models.files import ModelFiles
-    from executor.models.load import load_model
-
-    found = files if folder is None else ModelFiles(files.name, str(folder))
-    model = load_model(found, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    if settings.batch_invariant:
-        _make_invariant(model)
-    return model
-
-
-def _kind_seconds(runner: "Runner") -> dict[str, float]:
-    """Returns the times of the decoder that computes now: other weights have a separate decoder."""
-    from executor.models.cpu import CpuModel
-
-    assert isinstance(runner.model.forward, CpuModel)
-    return runner.model.forward.decoder.seconds
-
-
-def _end_unless_cancelled(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        log.error("the executor failed", exc_info=task.exception())
-        signal.raise_signal(signal.SIGTERM)
-
-
-async def _serve(settings: ExecutorSettings) -> int:
-    started = time.monotonic()
-    log.info("starting", model=settings.model or "default")
-    _check_addresses(settings)
     preflight.check(settings, os.environ)
     # Imported late, so that a wrong setting is reported at once rather than after seconds.
-    import torch
+    from executor.parts import serve
 
-    from executor.cache.pool import KvPools, block_bytes, count_blocks, free_memory
-    from executor.cache.shares import share_memory
-    from executor.cache.tiers.tiers import open_tiers
-    from executor.core.adapters import Adapters
-    from executor.core.draft_model import DraftModel
-    from executor.core.drafts import Drafter
-    from executor.core.grammars import Grammars
-    from executor.core.outbox import Outbox
-    from executor.core.runner import Runner
-    from executor.core.watchdog import Watchdog
-    from executor.core.worker import Worker
-    from executor.metrics import WEIGHT_BYTES, KindSeconds
-    from executor.models.cpu import CpuModel
-    from executor.models.fingerprint import fingerprint
-    from executor.models.load import choose_cache_dtype, choose_device, release_unused_memory
-    from executor.models.scales import choose_scales
-    from executor.rpc.announcement import PoolAnnouncement
-    from executor.rpc.manager_client import ManagerClient, TransferLog
-    from executor.rpc.service import SERVICE, ExecutorServicer, Identity
-    from executor.rpc.sessions import SchedulerLeases, Sessions
-    from executor.rpc.weights import WeightUpdates
-    from protos.execution.v1 import execution_pb2_grpc as rpc
-    from protos.rpc.channel import open_channel
-    from protos.rpc.server import Server, StopSignals
-
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
-    device = choose_device(settings.device)
-    host, disk = preflight.tier_files(settings)
-    files, model, tokenizer = _load(settings.model, settings, device)
-    if settings.batch_invariant:
-        _make_invariant(model)
-    cache_dtype = choose_cache_dtype(settings.kv_cache_dtype, model)
-    scales = choose_scales(settings.kv_scales, model, files, tokenizer, cache_dtype, settings.scales_dir)
-    sizes = block_bytes(model.groups, settings.block_size, cache_dtype)
-    drafting = device.type == "cpu" and settings.max_drafts > 0
-    if settings.max_drafts and not drafting:
-        log.warning("running without drafts", cause="steps are launched before the tokens of the last one are known")
-    draft = None
-    if settings.draft_model and drafting:
-        draft = _load_draft(settings, device, model, tokenizer)
-        sizes = draft.with_bytes(sizes, settings.block_size)
-    release_unused_memory()
-    blocks = count_blocks(
-        sizes,
-        settings.block_size,
-        max_tokens=settings.max_tokens,
-        free_bytes=free_memory(device),
-        fraction=settings.free_memory_fraction,
-    )
-    shares = share_memory(
-        [group.shape.window for group in model.groups],
-        sizes,
-        blocks * sum(sizes),
-        settings.block_size,
-        expected_tokens=settings.expected_tokens,
-        longest_tokens=model.max_positions,
-        weights=settings.given_shares,
-        movable=device.type == "cpu",
-    )
-    ahead = None if draft is None else DraftModel.of(draft, shares, settings.block_size)
-    pools = KvPools(
-        model.groups, shares, settings.block_size, cache_dtype, device, scales, ahead.beside if ahead else {}
-    )
-    log.info(
-        "model loaded",
-        dtype=str(model.dtype),
-        kv_cache_dtype=str(cache_dtype),
-        layer_groups=len(model.groups),
-        pool_tokens=pools.max_tokens,
-        pool_blocks=list(shares.blocks),
-        seconds=round(time.monotonic() - started, 1),
-    )
-
-    identity = Identity(settings.executor_id, time.time_ns())
-    digest = fingerprint(model, files, pools)
-    if draft is not None and ahead is not None:
-        digest = hashlib.sha256(digest + fingerprint(draft.model, draft.files, ahead.pools)).digest()
-    tiers = open_tiers(
-        pools,
-        digest,
-        identity.executor_id,
-        host=host,
-        disk=disk,
-        checksums=settings.cache_checksums,
-    )
-    announcement = PoolAnnouncement(
-        identity.executor_id, identity.epoch, model.name, digest, pools, tiers, plain_rotary=model.rotary is not None
-    )
-    server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
-    loop, lost = asyncio.get_running_loop(), asyncio.Event()
-
-    def device_lost() -> None:
-        loop.call_soon_threadsafe(lost.set)
-        signal.raise_signal(signal.SIGTERM)
-
-    transfers = TransferLog(loop)
-    outbox = Outbox(transfers, tiers.block_times)
-    drafter = Drafter(settings.max_drafts, model=ahead) if drafting else None
-    grammars = Grammars(tokenizer.json, model.vocab_size, model.eos_token_ids)
-    runner = Runner(model, pools, tiers, outbox.copy_ended, drafter, grammars)
-    if isinstance(model.forward, CpuModel):
-        decoder = model.forward.decoder
-        KindSeconds(partial(_kind_seconds, runner))
-        WEIGHT_BYTES.set(decoder.weight_bytes)
-        log.info(
-            "running in compiled code",
-            weight_bytes=decoder.weight_bytes,
-            plain_matrices=sorted(decoder.plain),
-            bfloat16_products=decoder.products,
-        )
-        del decoder
-    # Its weights can be freed once others have replaced them.
-    del model
-    adapters = Adapters(
-        runner,
-        folder=settings.adapter_dir,
-        most=settings.max_adapters,
-        largest_rank=settings.max_adapter_rank,
-    )
-    adapters.load_given(settings.given_adapters, variable(ExecutorSettings, "adapters"))
-    runner.warmup()
-    worker = Worker(runner, outbox, device_lost)
-    watchdog = Watchdog(worker, server.set_serving, device_lost)
-    leases = SchedulerLeases()
-    sessions = Sessions(identity.epoch, leases, worker)
-    client = ManagerClient(
-        open_channel(settings.cachemgr_address, settings.security),
-        announcement,
-        worker,
-        transfers,
-        watchdog.set_registered,
-        leases,
-        sessions,
-    )
-
-    load = partial(_load_weights, files, settings, device)
-    weights = WeightUpdates(worker, sessions, client, adapters, load, settings.weights_dir)
-    servicer = ExecutorServicer(
-        identity, runner, worker, tokenizer, leases, adapters, sessions, weights, hub_id=files.hub_id
-    )
-
-    async def drain() -> None:
-        servicer.stop()
-
-    server.listen(
-        settings.executor_address,
-        {SERVICE: lambda grpc_server: rpc.add_ExecutorServiceServicer_to_server(servicer, grpc_server)},
-        setting="KVKEEP_EXECUTOR_ADDRESS",
-    )
-    signals = StopSignals()
-    await server.start()
-    worker.start()
-    registration = asyncio.create_task(client.run())
-    watching = asyncio.create_task(watchdog.run())
-    # These tasks end by themselves only because of a bug; then the process must end, too.
-    for task in (registration, watching):
-        task.add_done_callback(_end_unless_cancelled)
-    await server.run_until_stopped(signals, drain)
-    ended = await asyncio.to_thread(worker.stop)
-    await client.confirmed(CONFIRM_SECONDS)
-    for task in (registration, watching):
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    if not ended:
-        # The device's thread still uses the tiers, and no library may wait for it.
-        os._exit(1)
-    tiers.close()
-    return 1 if lost.is_set() else 0
+    return await serve(settings)
