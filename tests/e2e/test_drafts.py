@@ -94,10 +94,14 @@ async def test_output_is_the_same(plain: Stack, drafting: Stack, sampling: str) 
     # The second time, the cached tokens after the prompt are drafted.
     again = [await run(drafting, request) for _ in range(2) for request in requests]
     assert [ids_of(output) for output in again] == [[output.token_ids] for output in expected] * 2
-    # The pool does not hold all of them.
-    together = await run(drafting, *requests)
-    assert ids_of(together) == ids_of(expected)
-    assert any(output.usage.preemptions for output in together)
+    # The pool does not hold all of them. Whether one is preempted or waits for its admission depends on their arrival.
+    for _ in range(10):
+        together = await run(drafting, *requests)
+        assert ids_of(together) == ids_of(expected)
+        if any(output.usage.preemptions for output in together):
+            break
+    else:
+        pytest.fail("no sequence was preempted")
     assert accepted(drafting) > before
     assert not (await until_idle(drafting.admin)).violations
 
