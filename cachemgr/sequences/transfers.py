@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block, Writer
 from cachemgr.blocks.block_pool import BlockPool
@@ -28,16 +28,17 @@ class PoolFollower:
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
         """Opens the copy of a block that is evicted for a sequence; `occupant` has the block's old slot."""
-        sequence = cast("Sequence | None", writer)
-        scheduler = None if sequence is None else sequence.scheduler
+        assert writer is None or isinstance(writer, Sequence)
+        scheduler = None if writer is None else writer.scheduler
         ticket = self._tickets.open(Purpose.OFFLOAD, pool, occupant, block, scheduler=scheduler)
-        if sequence is not None:
-            sequence.opened.add(ticket)
+        if writer is not None:
+            writer.opened.add(ticket)
         return ticket
 
     def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
         """Cancels an offload that was not sent."""
-        cast("Sequence", writer).opened.recall(self._tickets.pop(ticket.number))
+        assert isinstance(writer, Sequence)
+        writer.opened.recall(self._tickets.pop(ticket.number))
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
         """Opens the copy that overwrites a slot before the slot becomes empty."""
