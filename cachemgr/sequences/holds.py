@@ -94,7 +94,7 @@ class Holds:
                         tier = pool.tier_of(old)
                         tier.used -= 1
                         tier.cached += 1
-                        tier.count(account_of(old), used=-1)
+                        tier.accounts.count(account_of(old), used=-1)
 
     def pin(
         self,
