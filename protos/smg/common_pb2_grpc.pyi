@@ -3,8 +3,8 @@
 isort:skip_file
 Messages that the gateway smg shares between the contracts of several engines: tokenizers and cache events.
 
-Names and numbers are those of smg-grpc-proto, as its clients speak them. What this project does not need is left
-out.
+Names and numbers are those of smg-grpc-proto, as its clients use them. Parts that this project does not need are
+left out.
 """
 
 from collections import abc as _abc

@@ -77,55 +77,56 @@ class ExecutorServiceServicer:
     """
 
     def GetModel(self, request, context):
-        """The model with all that a scheduler needs of it, tokenizer included.
+        """Returns the model with all that a scheduler needs of it, including the tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetExecutor(self, request, context):
-        """The executor's name, epoch, device and memory.
+        """Returns the executor's name, epoch, device and memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamSteps(self, request_iterator, context):
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
-        of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
-        the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
-        session gets SCHEDULER_LEFT.
+        """Runs one session: the scheduler sends steps in order, and gets one result per step in the same order. The first
+        message opens the session. A later session of the same scheduler ends the session before. Another scheduler gets
+        EXECUTOR_IN_USE as long as the scheduler that opened the last session is registered with the cache manager. Steps
+        get SCHEDULER_LEFT if the scheduler's lease has ended since the scheduler opened the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
-        one under this name is an error.
+        """Loads an adapter, if the executor's settings allow that. If the same adapter is already loaded under this name, it
+        stays. If another adapter is loaded under this name, the call ends with an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter. Sequences that have joined with it keep it.
+        """Unloads an adapter. Sequences that have joined with the adapter keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
-        manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+        """Computes with other weights from now on, if the executor's settings allow that. The session ends, and the cache
+        manager learns the version of the weights before a new session can be opened. If anything fails, the previous
+        weights stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompileGrammar(self, request, context):
-        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
-        with it.
+        """Compiles the form of an output, so that sequences that join with this form need not wait. An error says what is
+        wrong with the form.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,28 +34,29 @@ class ExecutorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ExecutorServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_execution_pb2.GetModelRequest, _execution_pb2.GetModelResponse]
-    """The model with all that a scheduler needs of it, tokenizer included."""
+    """Returns the model with all that a scheduler needs of it, including the tokenizer."""
     GetExecutor: _grpc.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]
-    """The executor's name, epoch, device and memory."""
+    """Returns the executor's name, epoch, device and memory."""
     StreamSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
-    of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
-    the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
-    session gets SCHEDULER_LEFT.
+    """Runs one session: the scheduler sends steps in order, and gets one result per step in the same order. The first
+    message opens the session. A later session of the same scheduler ends the session before. Another scheduler gets
+    EXECUTOR_IN_USE as long as the scheduler that opened the last session is registered with the cache manager. Steps
+    get SCHEDULER_LEFT if the scheduler's lease has ended since the scheduler opened the session.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]
-    """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
-    one under this name is an error.
+    """Loads an adapter, if the executor's settings allow that. If the same adapter is already loaded under this name, it
+    stays. If another adapter is loaded under this name, the call ends with an error.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]
-    """Unloads an adapter. Sequences that have joined with it keep it."""
+    """Unloads an adapter. Sequences that have joined with the adapter keep it."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_execution_pb2.UpdateWeightsRequest, _execution_pb2.UpdateWeightsResponse]
-    """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
-    manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+    """Computes with other weights from now on, if the executor's settings allow that. The session ends, and the cache
+    manager learns the version of the weights before a new session can be opened. If anything fails, the previous
+    weights stay.
     """
     CompileGrammar: _grpc.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]
-    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
-    with it.
+    """Compiles the form of an output, so that sequences that join with this form need not wait. An error says what is
+    wrong with the form.
     """
 
 @_typing.type_check_only
@@ -64,28 +65,29 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_execution_pb2.GetModelRequest, _execution_pb2.GetModelResponse]  # type: ignore[assignment]
-    """The model with all that a scheduler needs of it, tokenizer included."""
+    """Returns the model with all that a scheduler needs of it, including the tokenizer."""
     GetExecutor: _aio.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]  # type: ignore[assignment]
-    """The executor's name, epoch, device and memory."""
+    """Returns the executor's name, epoch, device and memory."""
     StreamSteps: _aio.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]  # type: ignore[assignment]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
-    of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
-    the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
-    session gets SCHEDULER_LEFT.
+    """Runs one session: the scheduler sends steps in order, and gets one result per step in the same order. The first
+    message opens the session. A later session of the same scheduler ends the session before. Another scheduler gets
+    EXECUTOR_IN_USE as long as the scheduler that opened the last session is registered with the cache manager. Steps
+    get SCHEDULER_LEFT if the scheduler's lease has ended since the scheduler opened the session.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.LoadAdapterRequest, _execution_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
-    one under this name is an error.
+    """Loads an adapter, if the executor's settings allow that. If the same adapter is already loaded under this name, it
+    stays. If another adapter is loaded under this name, the call ends with an error.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_execution_pb2.UnloadAdapterRequest, _execution_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Unloads an adapter. Sequences that have joined with it keep it."""
+    """Unloads an adapter. Sequences that have joined with the adapter keep it."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_execution_pb2.UpdateWeightsRequest, _execution_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
-    manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+    """Computes with other weights from now on, if the executor's settings allow that. The session ends, and the cache
+    manager learns the version of the weights before a new session can be opened. If anything fails, the previous
+    weights stay.
     """
     CompileGrammar: _aio.UnaryUnaryMultiCallable[_execution_pb2.CompileGrammarRequest, _execution_pb2.CompileGrammarResponse]  # type: ignore[assignment]
-    """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
-    with it.
+    """Compiles the form of an output, so that sequences that join with this form need not wait. An error says what is
+    wrong with the form.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -97,7 +99,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.GetModelResponse, _abc.Awaitable[_execution_pb2.GetModelResponse]]:
-        """The model with all that a scheduler needs of it, tokenizer included."""
+        """Returns the model with all that a scheduler needs of it, including the tokenizer."""
 
     @_abc_1.abstractmethod
     def GetExecutor(
@@ -105,7 +107,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.GetExecutorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.GetExecutorResponse, _abc.Awaitable[_execution_pb2.GetExecutorResponse]]:
-        """The executor's name, epoch, device and memory."""
+        """Returns the executor's name, epoch, device and memory."""
 
     @_abc_1.abstractmethod
     def StreamSteps(
@@ -113,10 +115,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_execution_pb2.StreamStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.StreamStepsResponse], _abc.AsyncIterator[_execution_pb2.StreamStepsResponse]]:
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one
-        of the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has
-        the one registered that opened the last session. A step of a scheduler whose lease has ended since it opened the
-        session gets SCHEDULER_LEFT.
+        """Runs one session: the scheduler sends steps in order, and gets one result per step in the same order. The first
+        message opens the session. A later session of the same scheduler ends the session before. Another scheduler gets
+        EXECUTOR_IN_USE as long as the scheduler that opened the last session is registered with the cache manager. Steps
+        get SCHEDULER_LEFT if the scheduler's lease has ended since the scheduler opened the session.
         """
 
     @_abc_1.abstractmethod
@@ -125,8 +127,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.LoadAdapterResponse, _abc.Awaitable[_execution_pb2.LoadAdapterResponse]]:
-        """Loads an adapter, if the executor's settings allow that. One that is loaded under this name already stays; another
-        one under this name is an error.
+        """Loads an adapter, if the executor's settings allow that. If the same adapter is already loaded under this name, it
+        stays. If another adapter is loaded under this name, the call ends with an error.
         """
 
     @_abc_1.abstractmethod
@@ -135,7 +137,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.UnloadAdapterResponse, _abc.Awaitable[_execution_pb2.UnloadAdapterResponse]]:
-        """Unloads an adapter. Sequences that have joined with it keep it."""
+        """Unloads an adapter. Sequences that have joined with the adapter keep it."""
 
     @_abc_1.abstractmethod
     def UpdateWeights(
@@ -143,8 +145,9 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.UpdateWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.UpdateWeightsResponse, _abc.Awaitable[_execution_pb2.UpdateWeightsResponse]]:
-        """Computes with other weights from now on, if the executor's settings allow that: the session ends, and the cache
-        manager learns the version before a new one can be opened. Where anything fails, the weights of before stay.
+        """Computes with other weights from now on, if the executor's settings allow that. The session ends, and the cache
+        manager learns the version of the weights before a new session can be opened. If anything fails, the previous
+        weights stay.
         """
 
     @_abc_1.abstractmethod
@@ -153,8 +156,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _execution_pb2.CompileGrammarRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_execution_pb2.CompileGrammarResponse, _abc.Awaitable[_execution_pb2.CompileGrammarResponse]]:
-        """Compiles the form of an output, so that sequences which join with it need not wait. An error says what is wrong
-        with it.
+        """Compiles the form of an output, so that sequences that join with this form need not wait. An error says what is
+        wrong with the form.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

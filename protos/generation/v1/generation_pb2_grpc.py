@@ -67,36 +67,36 @@ class GenerationServiceServicer:
     """
 
     def StreamGenerate(self, request, context):
-        """Generates for one prompt and streams the output; cancelling the call releases its blocks.
+        """Generates and streams the output for one prompt. Cancelling the call releases the blocks of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TokenizePrompt(self, request, context):
-        """Token ids of a prompt, as a generation would compute them.
+        """Returns the token ids of a prompt, as a generation would compute them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The model that is served.
+        """Returns the model that is served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Load of the scheduler.
+        """Returns the load of the scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequest(self, request, context):
-        """Ends a live request of the caller's tenant: its stream ends with what there is of its output. The id of another
-        tenant's request is not found.
+        """Ends a live request of the caller's tenant. The request's stream ends with the output generated so far. The id of
+        another tenant's request is not found.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -279,7 +279,7 @@ class GenerationService:
 
 
 class SchedulerAdminServiceStub:
-    """The operator's hand on a scheduler.
+    """Lets an operator control a scheduler.
     """
 
     def __init__(self, channel):
@@ -321,11 +321,12 @@ class SchedulerAdminServiceStub:
 
 
 class SchedulerAdminServiceServicer:
-    """The operator's hand on a scheduler.
+    """Lets an operator control a scheduler.
     """
 
     def SetDraining(self, request, context):
-        """Admits no more requests, or admits them again. Running requests go on; health says which it is.
+        """Admits no more requests, or admits requests again. Running requests continue, and health says which of the two
+        applies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -346,23 +347,24 @@ class SchedulerAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter: new requests for it are refused from now on, running ones finish, then its memory is freed.
+        """Unloads an adapter. New requests for the adapter are refused from now on. Running requests finish, and then the
+        memory of the adapter is freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Has the executor compute with other weights, if its settings allow this. Running requests continue: their tokens so
-        far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are evicted before
-        all others.
+        """Makes the executor compute with other weights, if the executor's settings allow that. Running requests continue:
+        their tokens so far are computed again with the new weights. Blocks of other weights stay, match no prompt, and are
+        evicted before all other blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequests(self, request, context):
-        """Ends live requests of any tenant: their streams end with what there is of their output.
+        """Ends live requests of any tenant. The streams of these requests end with the output generated so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -410,7 +412,7 @@ def add_SchedulerAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerAdminService:
-    """The operator's hand on a scheduler.
+    """Lets an operator control a scheduler.
     """
 
     @staticmethod
@@ -577,7 +579,7 @@ class SchedulerAdminService:
 
 
 class EngineServiceStub:
-    """One engine, a scheduler with its executor, for routers in front of several.
+    """Serves one engine, a scheduler with its executor, to routers in front of several engines.
     """
 
     def __init__(self, channel):
@@ -599,18 +601,19 @@ class EngineServiceStub:
 
 
 class EngineServiceServicer:
-    """One engine, a scheduler with its executor, for routers in front of several.
+    """Serves one engine, a scheduler with its executor, to routers in front of several engines.
     """
 
     def GetEngine(self, request, context):
-        """The engine: its names, its model with the tokenizer, and where its cache manager reports events.
+        """Returns the engine's names, its model with the tokenizer, and the address at which its cache manager reports
+        events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamRequests(self, request_iterator, context):
-        """Runs a router's requests. The end of the stream cancels those that run.
+        """Runs a router's requests. The end of the stream cancels the requests that are running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -638,7 +641,7 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService:
-    """One engine, a scheduler with its executor, for routers in front of several.
+    """Serves one engine, a scheduler with its executor, to routers in front of several engines.
     """
 
     @staticmethod

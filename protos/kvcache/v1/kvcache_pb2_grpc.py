@@ -97,60 +97,62 @@ class CacheManagerServiceServicer:
     """
 
     def RegisterExecutor(self, request, context):
-        """Announces an executor and its pools, or announces it again after the manager restarted.
-        The same epoch keeps the blocks on the device; a newer epoch voids them.
+        """Announces an executor and its pools, or announces them again after the manager has restarted. The same epoch keeps
+        the blocks on the device; a newer epoch makes these blocks invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewExecutor(self, request, context):
-        """Keeps an executor's lease alive. FAILED_PRECONDITION asks it to register again.
+        """Keeps an executor's lease alive. FAILED_PRECONDITION asks the executor to register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Says that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt, and
-        are evicted before all other blocks. If their version returns, they match again. The executor runs no sequence
-        during this call: sequences that were admitted earlier belong to the earlier weights.
+        """Announces that an executor computes with other weights from now on. Blocks of other versions stay, match no prompt,
+        and are evicted before all other blocks. If their version returns, these blocks match again. The executor runs no
+        sequence during this call: sequences that were admitted earlier belong to the earlier weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterScheduler(self, request, context):
-        """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older one.
+        """Announces a scheduler. A newer epoch of the same scheduler frees the blocks of the older epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AdmitSequences(self, request, context):
-        """Admits sequences one after the other, up to the first that cannot be admitted now: matches, claims and allocates,
-        all or nothing for each sequence, and the same answer when repeated. Other calls may be answered between two.
+        """Admits sequences one after the other, up to the first sequence that cannot be admitted now. For each sequence, the
+        call matches, claims and allocates blocks, all or nothing. A repeated admission gets the same answer. Other calls
+        may be answered between two admissions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SyncSequences(self, request, context):
-        """Reports progress of all running sequences in columns and answers with new capacity; renews the scheduler's lease.
+        """Reports progress of all running sequences in columns, and renews the scheduler's lease. The answer has new
+        capacity.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TruncateSequence(self, request, context):
-        """Forgets the tokens of a sequence from a length on, as rejected speculation needs.
+        """Drops the tokens of a sequence beyond a length, as needed after rejected speculation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkSequence(self, request, context):
-        """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied.
+        """Starts a second sequence that shares the full blocks of a first sequence; a partly filled last block is copied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,7 +173,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendHints(self, request, context):
-        """Carries out hints about cached blocks and answers each.
+        """Carries out hints about cached blocks, and answers each hint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -546,7 +548,7 @@ class CacheManagerService:
 
 
 class CacheAdminServiceStub:
-    """The operator's view and hand. Served on an address of its own.
+    """Queries and commands of operators. The service has an address of its own.
     """
 
     def __init__(self, channel):
@@ -688,13 +690,13 @@ class CacheAdminServiceStub:
 
 
 class CacheAdminServiceServicer:
-    """The operator's view and hand. Served on an address of its own.
+    """Queries and commands of operators. The service has an address of its own.
     """
 
     def CheckPool(self, request, context):
-        """Recounts a pool, or all pools, and reports every contradiction. Reads in slices between other calls, and begins
-        again when blocks change. ABORTED with STATE_CHANGES when blocks keep changing for 20 s, which only large pools
-        meet: repeat the call, or drain the schedulers.
+        """Recounts a pool, or all pools, and reports every contradiction. The call reads in slices between other calls, and
+        begins again when blocks change. ABORTED with STATE_CHANGES means that blocks kept changing for 20 s, which only
+        large pools meet: repeat the call, or drain the schedulers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -708,7 +710,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """One pool with its counters.
+        """Returns a pool with its counters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -722,7 +724,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Statistics of a pool, per tier, over time and per salt.
+        """Returns statistics of a pool, per tier, over time and per salt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -799,32 +801,32 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeBlocks(self, request, context):
-        """Drops cached blocks that no sequence uses, in slices between other calls. Of the blocks that are cached when the
-        call begins, the call drops and counts those that are not in use when their turn comes.
+        """Drops cached blocks that no sequence uses, in slices between other calls. The call drops and counts each block that
+        is cached when the call begins and not in use when the block's turn comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetBlocks(self, request, context):
-        """Removes blocks from every tier and from Redis and has their bytes overwritten with zeros. Other calls are answered
-        in between: blocks of matching sequences that are admitted before the answer are removed, too, and blocks that
-        another session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call.
-        Free slots keep the bytes of blocks that were evicted or offloaded before, until the slots are written again.
+        """Removes blocks from every tier and from Redis, and has their bytes overwritten with zeros. Other calls are answered
+        in between. Blocks of matching sequences that are admitted before the answer are removed, too. Blocks that another
+        session uses by then stay. A call without an answer may have removed some of the blocks: repeat the call. Free
+        slots keep the bytes of blocks that were evicted or offloaded earlier, until the slots are written again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRetentionRule(self, request, context):
-        """Makes a rule for requests without retention requests of their own. It applies from the start of the call.
+        """Creates a rule for requests without retention requests of their own. The rule applies from the start of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRetentionRule(self, request, context):
-        """One rule.
+        """Returns a rule.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -838,21 +840,21 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRetentionRule(self, request, context):
-        """Changes a rule; leases that it gave change with it, one after the other until the answer.
+        """Changes a rule. Leases that the rule granted change with the rule, one after the other until the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRetentionRule(self, request, context):
-        """Deletes a rule; leases that it gave end.
+        """Deletes a rule; leases that the rule granted end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets the floors and ceilings of a tenant or a salt. Blocks that were cached before count from the answer on.
+        """Sets the floors and ceilings of a tenant or a salt. Blocks that were cached earlier count from the answer on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -873,7 +875,8 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """Sends the whole state as lines of JSON, without token ids, and its hash: all of one moment. Read as by CheckPool.
+        """Sends the whole state of one moment as lines of JSON, without token ids, and its hash. The state is read as by
+        CheckPool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1021,7 +1024,7 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheAdminService:
-    """The operator's view and hand. Served on an address of its own.
+    """Queries and commands of operators. The service has an address of its own.
     """
 
     @staticmethod
@@ -1749,8 +1752,8 @@ class CacheEventServiceServicer:
     """
 
     def WatchEvents(self, request, context):
-        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
-        again with a snapshot: a consumer was too slow, or the cache manager has started again.
+        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE asks the
+        consumer to begin again with a snapshot: the consumer was too slow, or the cache manager has started again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
