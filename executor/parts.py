@@ -79,9 +79,8 @@ class Parts:
     servicer: ExecutorServicer
 
 
-def load(settings: ExecutorSettings) -> Loaded:
-    """Loads the model and makes its pools. Raises ModelError."""
-    started = time.monotonic()
+def load(settings: ExecutorSettings, started: float) -> Loaded:
+    """Loads the model and makes its pools. started: when the process began, by time.monotonic(). Raises ModelError."""
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
     files, model, tokenizer = _load(settings.model, settings, device)
@@ -119,9 +118,6 @@ def load(settings: ExecutorSettings) -> Loaded:
     pools = KvPools(
         model.groups, shares, settings.block_size, cache_dtype, device, scales, ahead.beside if ahead else {}
     )
-    digest = fingerprint(model, files, pools)
-    if draft is not None and ahead is not None:
-        digest = hashlib.sha256(digest + fingerprint(draft.model, draft.files, ahead.pools)).digest()
     log.info(
         "model loaded",
         dtype=str(model.dtype),
@@ -131,6 +127,9 @@ def load(settings: ExecutorSettings) -> Loaded:
         pool_blocks=list(shares.blocks),
         seconds=round(time.monotonic() - started, 1),
     )
+    digest = fingerprint(model, files, pools)
+    if draft is not None and ahead is not None:
+        digest = hashlib.sha256(digest + fingerprint(draft.model, draft.files, ahead.pools)).digest()
     drafter = Drafter(settings.max_drafts, model=ahead) if drafting else None
     return Loaded(files, model, tokenizer, pools, drafter, digest)
 
@@ -246,8 +245,8 @@ def build(
     return Parts(worker, tiers, client, watchdog, servicer)
 
 
-async def serve(settings: ExecutorSettings) -> int:
-    """Serves until SIGTERM or SIGINT, or until the device is lost; returns the exit status.
+async def serve(settings: ExecutorSettings, started: float) -> int:
+    """Serves until SIGTERM or SIGINT, or until the device is lost; returns the exit status. started: as in `load`.
 
     Raises ModelError, CacheFileError, AddressError.
     """
@@ -259,7 +258,7 @@ async def serve(settings: ExecutorSettings) -> int:
         signal.raise_signal(signal.SIGTERM)
 
     # Nothing else refers to the loaded model: its weights are freed once other weights have replaced them.
-    loaded = load(settings)
+    loaded = load(settings, started)
     server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
     parts = build(settings, loaded, tier_files, set_serving=server.set_serving, device_lost=device_lost)
     del loaded

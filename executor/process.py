@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import structlog
 import uvloop
@@ -29,6 +30,7 @@ def main(settings: ExecutorSettings) -> int:
 
 
 async def _run(settings: ExecutorSettings) -> int:
+    started = time.monotonic()
     log.info("starting", model=settings.model or "default")
     # An address that no server could listen on is reported before the model is loaded.
     for name, address in settings.listening.items():
@@ -38,4 +40,4 @@ async def _run(settings: ExecutorSettings) -> int:
     # Imported late, so that a wrong setting is reported at once rather than after seconds.
     from executor.parts import serve
 
-    return await serve(settings)
+    return await serve(settings, started)
