@@ -48,9 +48,9 @@ static inline void store(Bfloat16 *to, Vec value) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
 #else
-  // Rounds to nearest, ties to even. A NaN stays NaN as long as one of its upper fraction bits is set.
+  // Rounds to nearest, ties to even. The addition would carry out of the fraction of some NaNs.
   IntVec bits = (IntVec)value;
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  bits = value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : IntVec{} + 0x7fc0;
   *(HalfVec *)to = __builtin_convertvector(bits, HalfVec);
 #endif
 }

@@ -44,17 +44,21 @@ def compiled_decoder(folder: Path) -> ctypes.CDLL:
 LANES = {8: "x86-64-v3", 16: "x86-64-v4"}
 
 
-def decoder_for(lanes: int, folder: Path) -> ctypes.CDLL:
-    """The decoder with vectors of this many lanes, built in `folder`. Skips if the processor has no such vectors."""
+def flags_for(lanes: int) -> tuple[str, ...]:
+    """Compiler flags for vectors of this many lanes. Skips if the processor has no such vectors."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the processor is no x86")
     if lanes == 16 and "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("the processor has no vectors of 16 lanes")
-    flags = tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
+    return tuple(f"-march={LANES[lanes]}" if flag.startswith("-march") else flag for flag in build.FLAGS)
+
+
+def decoder_for(lanes: int, folder: Path) -> ctypes.CDLL:
+    """The decoder with vectors of this many lanes, built in `folder`. Skips if the processor has no such vectors."""
     with pytest.MonkeyPatch.context() as environment:
         # Which count after these.
         environment.delenv("CXXFLAGS", raising=False)
-        return ctypes.CDLL(str(build.compiled(folder, flags)))
+        return ctypes.CDLL(str(build.compiled(folder, flags_for(lanes))))
 
 
 @dataclass(frozen=True)
