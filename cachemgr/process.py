@@ -48,16 +48,19 @@ EVENT_SERVICE = "kvcache.v1.CacheEventService"
 # Reported on the admin address; all services continue without Redis.
 REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
-# A measured stall is too short by at most this time.
+# Seconds between two looks for stalls: a stall may be longer than measured by at most this time.
 _BEAT_SECONDS = 0.02
-# This many lines are written in about a second.
+# The limit on lines of a state file: this many are written in about a second.
 _MAX_STATE_LINES = 100_000
 
 log = structlog.get_logger()
 
 
 class CacheManagerProcess:
-    """Create it inside the event loop that runs it. Without a Redis in the settings, a restart loses everything."""
+    """A cache manager with its services. Created inside the event loop that runs it.
+
+    Without a Redis in the settings, a restart loses everything.
+    """
 
     def __init__(self, settings: CachemgrSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         config = ManagerConfig(
@@ -248,7 +251,10 @@ def failed_state(shard: str = "") -> str:
 
 
 def _write_state(path: Path, manager: CacheManager) -> bool:
-    """Writes the first lines of a manager's state, without token ids, for its owner only; returns the success."""
+    """Writes the first lines of a manager's state, without token ids, for its owner only.
+
+    Returns whether all these lines were written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -257,7 +263,7 @@ def _write_state(path: Path, manager: CacheManager) -> bool:
             for line in itertools.islice(manager.queries.state(), _MAX_STATE_LINES):
                 file.write(line + "\n")
     except Exception as error:
-        log.warning("the state of the cache manager is not written in whole", error=type(error).__name__)
+        log.warning("the state of the cache manager is not completely written", error=type(error).__name__)
         return False
     return True
 

@@ -68,7 +68,7 @@ class Queries:
         return [found for part in self.check_pool_in_parts(pool_id) for found in part() if found is not None]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
-        """Does as `check_pool`, part by part, with None after each small step.
+        """Like `check_pool`, but part by part, with None after each small step.
 
         `fingerprint` must not change between the steps of a part, but may change between two parts.
         """
@@ -155,7 +155,9 @@ class Queries:
     def leases(
         self, pool_id: str, holder: str, after_index: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
-        """Yields leases of a pool by index of their block, with None after each slot; with a name, one holder's leases.
+        """Yields leases of a pool by index of their block, with None after each slot.
+
+        holder: only the leases of this holder, unless empty.
 
         Raises UnknownPoolError.
         """
@@ -182,7 +184,7 @@ class Queries:
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
         """Open copies that no scheduler sends, in the order in which they must run, as many as a message holds.
 
-        Empty while steps of void sequences may read and write slots that have been freed since.
+        Empty while steps of void sequences, of an earlier registration, may still use slots that have other users.
         """
         executor = self._state.executors.get(executor_id)
         if executor is None or any(one.has_void_sequences_in(executor) for one in self._state.schedulers.values()):
@@ -207,7 +209,10 @@ class Queries:
         return self._state.rules.get(name).spec
 
     def quotas(self) -> Iterator[tuple[Quota, str, int, int]]:
-        """Yields quotas by account, with the account's device and host blocks per pool; an empty name for no pool."""
+        """Yields the quota of each account once per pool, with the account's device and host blocks in the pool.
+
+        If there is no pool, each quota comes once, with an empty name for the pool.
+        """
         for _, account in sorted(self._state.accounts.items()):
             pools = self._state.pools()
             for pool in pools:
@@ -286,7 +291,7 @@ class Queries:
         return found
 
     def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
-        """Does as `explain` for the tokens of a live sequence. Raises UnknownSequenceError."""
+        """Like `explain`, for the tokens of a live sequence. Raises UnknownSequenceError."""
         sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
@@ -353,7 +358,7 @@ class Queries:
             yield from (part,) if isinstance(part, str) else part
 
     def state_outline(self) -> Iterator[str | Iterator[str]]:
-        """Does as `state`, but with iterators for the long parts.
+        """Like `state`, but with iterators for the long parts.
 
         The outline is taken at one moment. Its iterators yield the state of that moment as long as `fingerprint` does
         not change.

@@ -43,7 +43,7 @@ def read_batches(items: Iterable[T]) -> Iterator[list[T]]:
 
 
 def pop_batches(items: list[T]) -> Iterator[list[T]]:
-    """Does as `read_batches`, from the end, and empties the list, since garbage collections walk new lists."""
+    """Like `read_batches`, from the end, and empties the list, since garbage collections walk new lists."""
     while items:
         part = items[-LOOKS:]
         del items[-LOOKS:]

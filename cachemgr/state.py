@@ -173,7 +173,7 @@ class ManagerState:
         return sequence if sequence is not None and sequence.scheduler is scheduler else None
 
     def live_sequence(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
-        """Does as `own_sequence`. Also raises UnknownSequenceError and VoidSequenceError."""
+        """Like `own_sequence`. Also raises UnknownSequenceError and VoidSequenceError."""
         sequence = self.own_sequence(caller, sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={field: "is not known"})

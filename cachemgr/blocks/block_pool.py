@@ -604,7 +604,7 @@ class BlockPool:
             self._empty(tier, block)
 
     def discard_subtree(self, block: Block, cause: RemovalCause) -> None:
-        """Does as `discard`; with full attention, discards all descendants first."""
+        """Like `discard`; with full attention, discards all descendants first."""
         if self.window is None and block.children is not None:
             self.lose_children(block)
         self.discard(block, cause)
@@ -754,7 +754,7 @@ class BlockPool:
         self.start_empty(self.spec, self._listener)
 
     def abandon(self, lost_blocks: LostBlocks) -> None:
-        """Does as `lose_all`, but in constant time and without an event for each block."""
+        """Like `lose_all`, but in constant time and without an event for each block."""
         self.is_lost = True
         lost_blocks.add(self.blocks, self.tree.by_key)
         self.blocks, self.tree = [], PrefixTree()

@@ -16,7 +16,9 @@ NO_BLOCK = BlockView.of_pool("")
 
 
 class Event(NamedTuple):
-    """What happened to a block. For CREATED, only the pool is set. A broken lease has the cause of its block's loss.
+    """What happened to a block. For CREATED, only the pool is set.
+
+    The cause of LEASE_BROKEN says why the lease ended, even if the block stays.
 
     Events about executors have the executor, without the contents of its memory, and no block.
     """
@@ -69,11 +71,12 @@ class EventLog:
 
     def after(self, number: int, limit: int) -> list[Event]:
         """Returns up to `limit` events after a number. Raises EventsGoneError if the first of them is not kept."""
-        if number > self.last or number < self.last - len(self._ring):
+        oldest = self.last - len(self._ring) + 1
+        if not oldest - 1 <= number <= self.last:
             raise EventsGoneError(
                 f"events after {number} are not kept",
-                fields={"after_event_number": "is not that of an event that is kept, nor of the newest"},
-                metadata={"oldest": str(self.last - len(self._ring) + 1), "newest": str(self.last)},
+                fields={"after_event_number": f"must be from {oldest - 1} to {self.last}"},
+                metadata={"oldest": str(oldest), "newest": str(self.last)},
             )
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]

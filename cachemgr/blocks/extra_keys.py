@@ -63,7 +63,7 @@ def prefix_keys(root: bytes, packed: bytes, block_size: int, extra_keys: Sequenc
 def extend_keys(
     keys: list[bytes], root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()
 ) -> None:
-    """Does as `extend_chain`, with extra keys."""
+    """Like `extend_chain`, with extra keys."""
     if not extra_keys:
         extend_chain(keys, root, packed, block_size)
         return

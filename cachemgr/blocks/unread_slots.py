@@ -56,7 +56,7 @@ class UnreadSlots:
         return index + 1
 
     def take_many(self, count: int) -> list[int]:
-        """Does as `count` calls of `take`, but fast; filled slots come in ascending order."""
+        """Like `count` calls of `take`, but fast; filled slots come in ascending order."""
         marks = self._marks
         taken = list(islice(self._marked(_NEVER_FILLED), count))
         if taken:

@@ -91,8 +91,8 @@ class OperatorCommands:
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
         """Removes blocks from every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
-        See `Forgetting` for sequences that are admitted meanwhile. Stored blocks of any executor that are not back in
-        the index yet are overwritten when they are restored.
+        See `Forgetting` for sequences that are admitted meanwhile. Stored blocks that are not in the index again yet
+        are overwritten instead of restored.
         """
         self._state.begin()
         if target == ForgetTarget():
@@ -120,8 +120,9 @@ class OperatorCommands:
     def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[Resized]:
         """Changes how many device blocks a pool may use, at once; the pool gives up free blocks in slices.
 
-        Cached blocks are offloaded if allowed. A block that comes into use meanwhile without a free slot, such as for
-        a pin, is given up once it is free again. If the pins' budget is now too small, the oldest pins become leases.
+        Cached blocks are offloaded if allowed. If cached blocks come into use meanwhile, such as by a pin, the pool
+        gives up the missing slots when blocks become free. If the pins' budget is now too small, the oldest pins become
+        leases.
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
         """
         now = self._state.begin()
@@ -195,7 +196,9 @@ class OperatorCommands:
     def update_rule(
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
     ) -> Steps[tuple[RetentionRule, int, int]]:
-        """Changes a rule at once, and its leases in slices; returns it, its changed leases, and its cached blocks.
+        """Changes a rule at once, and its leases in slices.
+
+        Returns the rule, the number of its changed leases, and the number of cached blocks that it matches.
 
         Raises InvalidField, UnknownRuleError, StaleRuleError.
         """
@@ -366,7 +369,8 @@ class OperatorCommands:
         """Restores the entries of an earlier manager. Entries that have changed since then are newer and stay.
 
         Rules and quotas apply from now on; if very many cached blocks must be counted against new quotas, later calls
-        of `expire` do so. A share applies at once to a pool of its size, else from its executor's next registration.
+        of `expire` do so. A share applies at once if its pool has the size that it was set for; otherwise, from
+        the next registration of the executor.
         """
         self._state.begin()
         for spec in rules:

@@ -42,7 +42,7 @@ class HintRunner:
     ) -> None:
         """`prefixes`: per executor, the keys of the prefix's full blocks, hashed once for all actions.
 
-        `holder` holds the leases; pins have the owners that hints name, as owners within the tenant.
+        `holder` is the holder of all leases. A pin has the owner that its hint names, after a prefix for the tenant.
         """
         self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
         self._prefixes = prefixes
@@ -136,7 +136,7 @@ class HintRunner:
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:
-        """Grants a request; returns how many blocks have it, or had it until a later action replaced the request."""
+        """Grants a request unless a later action replaces it; returns how many blocks have it, or would have had it."""
         if not self._is_last_request:
             return len(blocks)
         self._futile.clear()
@@ -149,12 +149,12 @@ class HintRunner:
         assert seconds is not None
         priority, granted = bounded(self._holder, MAX_PRIORITY, seconds, self._config)
         if priority < MAX_PRIORITY:
-            return HintOutcome.REJECTED, f"a pin is above the highest priority that may be had, {priority}", 0
+            return HintOutcome.REJECTED, f"a pin needs priority {MAX_PRIORITY}, and at most {priority} is allowed", 0
         assert granted is not None
         if not blocks:
             return HintOutcome.MISSING, "", 0
         if self._num_pinned >= MAX_PINNED_BLOCKS:
-            return HintOutcome.REJECTED, f"pins of this request are about {self._num_pinned} blocks already", 0
+            return HintOutcome.REJECTED, f"the pins of this request already cover {self._num_pinned} blocks", 0
         self._futile.clear()
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
         if self._pinnable is None:
@@ -188,7 +188,11 @@ class HintRunner:
             self._grant(request, blocks)
             kept = sum(block.priority > priority for _, block in blocks) if self._is_last_request else 0
             if kept:
-                return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
+                return (
+                    HintOutcome.CLIPPED,
+                    f"leases of other holders keep {kept} of the blocks at a higher priority",
+                    len(blocks),
+                )
             return HintOutcome.ACCEPTED, "", len(blocks)
         return self._moved("Demote", self._offload, blocks)
 
@@ -199,7 +203,8 @@ class HintRunner:
         count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
             outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
-            return outcome, f"{len(movable) - count} blocks are in use, or find no free slot in a lower tier", count
+            why = "in use, of too low a priority, or without a slot in a lower tier"
+            return outcome, f"{len(movable) - count} blocks were not offloaded: {why}", count
         return HintOutcome.ACCEPTED, "", count
 
     def _prefetch(self, _payload: Mapping[str, Any], blocks: Blocks) -> Result:
@@ -208,7 +213,7 @@ class HintRunner:
     def _fetch(self, blocks: Blocks) -> Result:
         below = sum(not pool.is_on_device(block) for pool, block in blocks)
         if not below:
-            return HintOutcome.ACCEPTED, "all of it is on the device", 0
+            return HintOutcome.ACCEPTED, "all blocks are on the device", 0
         begun: list[Transfer] = []
         for executor, keys in self._prefixes:
             for pool in executor.pools:

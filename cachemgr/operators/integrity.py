@@ -253,7 +253,7 @@ class _Check:
             )
 
     def keys(self) -> Iterator[None]:
-        """Checks that the index has exactly the indexed blocks."""
+        """Checks that the index by key has exactly the blocks of the prefix tree."""
         pool = self._pool
         indexed = 0
         for block in self._blocks:
@@ -291,7 +291,7 @@ class _Check:
             self._report(pool.tree.node(parent.key) is parent, block.index, "has a parent that cannot be found")
             self._report(block.writer is None, block.index, "is in the index and still being written")
             waits = block in pool.offloader.draining and block not in pool.offloader.offloading
-            self._report(not waits, block.index, "is computed and has an open copy out of its slot")
+            self._report(not waits, block.index, "is in the index while its slot's previous bytes are copied")
             if pool.window is None:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in children_of(block))
@@ -355,6 +355,10 @@ class _Check:
                     yield
                     if block is not None:
                         self._report(block not in owners, block.index, "is written by two sequences")
-                        self._report(block.writer is sequence, block.index, "is written by one that does not own it")
+                        self._report(
+                            block.writer is sequence,
+                            block.index,
+                            "is written by a sequence without it",
+                        )
                         self._report(block.parent is None, block.index, "is written while it can be found")
                         owners[block] = sequence.handle

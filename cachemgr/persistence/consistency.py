@@ -14,7 +14,7 @@ _TOLERANCE = 0.001
 
 
 class Difference(NamedTuple):
-    """One difference. Operators' entries have no executor and group; slot is 0 if the difference is about no block."""
+    """One difference. Of operators' entries, only pins have an executor; group and slot are those of a block, or 0."""
 
     message: str
     executor_id: str = ""
@@ -45,7 +45,7 @@ async def compare_blocks(
         try:
             record = decode_block(field, value)
         except RecordError as error:
-            found.append(Difference(f"Redis holds what cannot be read: {error}", executor_id))
+            found.append(Difference(f"Redis holds a record that cannot be read: {error}", executor_id))
             expected.pop(field, None)
             continue
         present = expected.pop(field, None)
@@ -54,7 +54,7 @@ async def compare_blocks(
         if present is None:
             found.append(_difference(executor_id, record, "is in Redis and not in the index"))
         elif not _are_same(record, present):
-            found.append(_difference(executor_id, record, "is another in Redis than in the index"))
+            found.append(_difference(executor_id, record, "differs between Redis and the index"))
     missing = [record for record in expected.values() if not is_pending(record.tier_slot)]
     return found + [_difference(executor_id, record, "is in the index and not in Redis") for record in missing]
 
@@ -71,7 +71,7 @@ def compare_entries(
     want = {entry_name(entry): entry for entry in present}
     names = [name for name in {**have, **want} if not is_pending(name)]
     return [
-        Difference(f"{name} is not in Redis as it is among the {what}", executor_id)
+        Difference(f"{name} differs between Redis and the {what}", executor_id)
         for name in names
         if not _are_same_entries(have.get(name), want.get(name))
     ]

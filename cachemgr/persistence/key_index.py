@@ -43,7 +43,10 @@ log = structlog.get_logger()
 
 
 class Place(NamedTuple):
-    """The place of a block. first: the key of the first block of its chain. Equal places of a chain are one object."""
+    """The place of a block. first: the key of the first block of its chain.
+
+    A block whose parent is in the same tier has the place of its parent, as one object.
+    """
 
     first: bytes
     tier: TierKind
@@ -52,7 +55,8 @@ class Place(NamedTuple):
 class IndexedPool:
     """The blocks of an executor's pool, and which of them are out of date in Redis.
 
-    Of several layer groups, the pool is the first with full attention, which keeps the whole prefix, or else the first.
+    Of an executor with several layer groups, this is the pool of the first group with full attention, which keeps the
+    whole prefix. If no group has full attention, this is the pool of the first group.
     """
 
     def __init__(self, spec: ExecutorSpec, number: int) -> None:
@@ -61,8 +65,8 @@ class IndexedPool:
         group = min(spec.pools, key=lambda pool: (pool.attention_window is not None, pool.group)).group
         self.pool_id = spec.pool_ids[group]
         self.blocks: dict[bytes, Place] = {}
-        # Tiers of orphaned blocks, by their parent's key and their own. These blocks lie in lower tiers, and no prompt
-        # finds them until the parent is back.
+        # Tiers of orphaned blocks, by the key of the parent, then by the key of the block. Orphaned blocks lie in lower
+        # tiers, and no prompt finds them until the parent is back.
         self._orphans: dict[bytes, dict[bytes, TierKind]] = {}
         # Changed blocks by key, with the first key of their chain.
         self.changed: dict[bytes, bytes] = {}
@@ -98,7 +102,7 @@ class IndexedPool:
                 orphans.pop(block.key, None)
                 if not orphans:
                     del self._orphans[block.parent_key]
-        # Prompts are looked up by full blocks. A block that was forgotten since then has no tokens.
+        # Prompts are looked up by full blocks. A block that was forgotten after the event has no tokens.
         elif block.num_tokens == self.spec.block_size:
             self._store(block)
 
@@ -152,7 +156,10 @@ class KeyIndex:
     def __init__(
         self, redis: Redis, queries: Queries, *, epoch: int, shard: str, interval: float, max_pending: int
     ) -> None:
-        """epoch, shard: the manager's. interval: seconds that changes gather. max_pending: limit on changed blocks."""
+        """epoch, shard: the manager's. interval: seconds for which changes are collected.
+
+        max_pending: limit on changed blocks.
+        """
         self._redis = redis
         self._queries = queries
         self._epoch = epoch
@@ -334,7 +341,10 @@ class KeyIndex:
                 pipeline.expire(name, KEPT_SECONDS)
 
     async def _announce(self, pools: list[IndexedPool], number: int) -> None:
-        """Announces executors, last, once all their entries are written. Earlier announcements must still be there."""
+        """Announces executors once all their entries are written.
+
+        If the previous announcement of an executor is gone, Redis has lost data, or a later manager has the executor.
+        """
         written = [pool for pool in pools if self._pools.get(pool.pool_id) is pool and not pool.is_stale]
         specs = [pool.spec for pool in written]
         values = [self._announcement(pool, number) for pool in written]
@@ -348,7 +358,7 @@ class KeyIndex:
             if expected is None or found == expected:
                 continue
             if self._is_of_later_manager(found):
-                # The later manager finds its announcement missing, and writes it again.
+                # The later manager finds that its announcement was replaced, and writes it again.
                 log.warning("another cache manager has the executor now", executor=pool.spec.executor_id)
                 del self._pools[pool.pool_id]
             else:
@@ -372,5 +382,5 @@ class KeyIndex:
             if up:
                 log.info("the index by key is written")
             else:
-                log.warning("the index by key is not written; all of it will be later", error=why)
+                log.warning("the index by key cannot be written; the whole index will be written later", error=why)
         self._up = up

@@ -60,12 +60,12 @@ def with_remaining_times(record: BlockRecord, time: float) -> BlockRecord:
 
 
 def pin_with_end_time(pin: PinRecord, time: float) -> PinRecord:
-    """Does as `with_end_times`, for a pin."""
+    """Like `with_end_times`, for a pin."""
     return pin._replace(remaining=pin.remaining + time)
 
 
 def pin_with_remaining_time(pin: PinRecord, time: float) -> PinRecord:
-    """Does as `with_remaining_times`, for a pin."""
+    """Like `with_remaining_times`, for a pin."""
     return pin._replace(remaining=max(0.0, pin.remaining - time))
 
 

@@ -31,7 +31,7 @@ class Changes:
 
 
 class PendingBlocks:
-    """Collects changes of at most `bound` blocks; beyond that, an executor is marked for a resync."""
+    """Collects changes of at most `bound` blocks; an executor whose change exceeds the bound is marked for a resync."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound

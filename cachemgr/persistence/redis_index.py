@@ -73,7 +73,7 @@ class IndexStore:
         shard: str = "",
         interval: float = 0.05,
     ) -> None:
-        """epoch, shard: the manager's. interval: seconds that changes gather before a write."""
+        """epoch, shard: the manager's. interval: seconds for which changes are collected before a write."""
         self._redis = redis
         self._keys = keys = Keys(shard)
         self._claim = Claim(redis, keys, epoch)
@@ -131,7 +131,7 @@ class IndexStore:
             await self.flush_soon(None)
 
     async def flush(self) -> bool:
-        """Writes all pending changes; False if Redis could not be reached, which loses nothing."""
+        """Writes all pending changes; returns False if Redis could not be reached. The changes then stay queued."""
         async with self._one_at_a_time:
             self._queue.has_changed.clear()
             self._queue.is_large.clear()
@@ -147,14 +147,14 @@ class IndexStore:
         await self.flush_soon(START_SECONDS)
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
-        """Does as `flush`; returns False after `seconds`, while the flush continues in the background."""
+        """Like `flush`, but returns False after `seconds`, while the flush continues in the background."""
         return await self._run_bounded(self.flush(), seconds) or False
 
     async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
         """The result of the work; None if it takes too long. The work then continues, even if the caller is cancelled.
 
-        An exchange with Redis is never cancelled, or its outcome would be unknown. Redis's client may also lose the
-        cancellation, since it uses wait_for, which does so in Python 3.11.
+        An exchange with Redis is never cancelled, because the outcome would be unknown. Redis's client may also swallow
+        the cancellation: the client uses asyncio.wait_for, which can lose a cancellation in Python 3.11.
         """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -179,7 +179,7 @@ class IndexStore:
             await self._operators.read()
             await self._operators.write(pins=False)
             while (taken := self._queue.blocks.take(self._readings)) is not None:
-                # Taken changes still wait until they are written, which takes long with a slow Redis.
+                # Taken changes count as pending until they are written, which takes long with a slow Redis.
                 PENDING.set(self.pending + len(taken[1].blocks))
                 try:
                     await self._write(*taken)
@@ -207,9 +207,10 @@ class IndexStore:
         return came
 
     async def _forget_absent(self) -> None:
-        """Deletes copies of absent executors. An executor that registers meanwhile reads all of its copy, or nothing.
+        """Deletes copies of absent executors.
 
-        If nothing, its first write finds the clock missing, and its whole index is written again.
+        An executor that registers meanwhile reads its whole copy or none of it. If it reads nothing, the first write
+        for the executor finds the clock missing, and the executor's whole index is written again.
         """
         for executor_id in await self._absences.look():
             if self._absences.is_here(executor_id):
@@ -316,11 +317,14 @@ class IndexStore:
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
-        """Notes that the manager has accepted an epoch; changes are written once its stored blocks are restored."""
+        """Notes that the manager has accepted an executor's epoch.
+
+        The executor's changes are written once its stored blocks are restored.
+        """
         self._queue.registered(executor_id, epoch)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.is_spent:
-            # An earlier registration took the first parts.
+            # Parts of the reading may have been taken for an earlier registration.
             reading.is_stale = True
 
     def epoch_of(self, executor_id: str) -> int:
@@ -377,7 +381,7 @@ class IndexStore:
         return not reading.num_blocks or self._calls.is_recovering(reading.executor_id)
 
     def _parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
-        """Yields the blocks of a complete reading, as `Reading.parts` does; the executor's clock runs on."""
+        """Yields the blocks of a complete reading, as `Reading.parts` does. Starts the executor's clock if needed."""
         executor_id = reading.executor_id
         if executor_id not in self._clocks:
             # Leases keep the remaining time that they had when the manager died.
@@ -399,7 +403,7 @@ class IndexStore:
         self._queue.note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
-        """Differences between Redis and the manager, once Redis has all changes; None if this takes too long.
+        """Differences between Redis and the manager, once Redis has all changes; None if Redis is away or too slow.
 
         Meanwhile, other writes wait.
         """

@@ -1,4 +1,7 @@
-"""Operators' rules: what happens to the blocks of requests that set nothing themselves."""
+"""Operators' rules for requests: which rules match a request. `BlockRetention` applies them.
+
+Priorities of rules count if a request sets none; offload floors of rules always count.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,10 @@ class RuleBook:
             self._enter(Rule(spec))
 
     def changed(self, spec: RetentionRule, mask: tuple[str, ...]) -> RetentionRule:
-        """The rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
+        """The rule as it would be after a change of the fields in the mask.
+
+        Raises UnknownRuleError, StaleRuleError, InvalidField.
+        """
         known = self.get(spec.name, "rule.name").spec
         _check_etag("rule.etag", spec.etag, known.etag)
         result = known

@@ -106,13 +106,13 @@ class Holds:
         displace: bool = True,
         validate_only: bool = False,
     ) -> Pinned:
-        """Pins blocks that `complete` gave; if not all fit, the blocks nearest to the root.
+        """Pins blocks from `with_ancestors`; if not all fit, the blocks nearest to the root.
 
         With `displace`, older pins become leases if the budget requires it. Otherwise, older pins use up the budget.
         """
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
-            reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
+            reason = "none of the blocks is cached" if not blocks else "the budget for pins is too small for a block"
             return Pinned("", Receipt("pin", Outcome.REJECTED, reason))
         same = self._same(fitting, owner)
         if same is None and not displace and self._num_pins >= MAX_PINS:

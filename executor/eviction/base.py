@@ -37,9 +37,9 @@ class KvView:
 
 
 def scored_rows(policy: Policy, prompt: int, computed: int, new: int) -> int:
-    """Returns how many last ones of `new` queries, after `computed` ones, a policy scores by; 0 for none.
+    """Returns how many of a step's `new` queries, counted from the last, a policy scores by; 0 for none.
 
-    prompt: tokens of the request's prompt.
+    prompt: tokens of the request's prompt. computed: tokens computed before the step.
     """
     if not policy.uses_scores or (policy.kind is Kind.SNAPKV and computed >= prompt):
         return 0
@@ -53,7 +53,7 @@ class Evictor(ABC):
     """The eviction policy of one sequence. Its slots are numbered 0 to T - 1; new tokens come at the end.
 
     ordered: whether slots stay in the order of their tokens in every layer and head. Otherwise, kept slots do not move,
-    except that the last ones fill the gaps. uses_squares: whether SequenceScores.squares are wanted.
+    except that the last kept slots fill the gaps. uses_squares: whether SequenceScores.squares are wanted.
     """
 
     ordered: ClassVar[bool] = False
@@ -64,7 +64,10 @@ class Evictor(ABC):
         self.shape = shape
 
     def accumulator(self, slots: int) -> ScoreAccumulator | None:
-        """Returns where a forward pass may sum a step's weights itself. slots: in use after the step."""
+        """Returns the buffer into which a forward pass may sum a step's attention weights; None if `observe` gets them.
+
+        slots: in use after the step.
+        """
         del slots
         return None
 
@@ -82,6 +85,9 @@ class Evictor(ABC):
         del index
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Returns the share of the scores of slots `index`, [.., T'] int64 as `keep` returns; None without scores."""
+        """Returns the share of all scores that the slots `index` have; None without scores.
+
+        index: [.., T'] int64, as `keep` returns.
+        """
         del index
         return None

@@ -252,7 +252,7 @@ class CacheClient:
         answer = await self._call(self._stub.SyncSequences, message)
         self._metrics.sync_seconds.observe(time.perf_counter() - started)
         if answer.manager_epoch != self._manager_epoch:
-            raise ManagerLostError("it started again")
+            raise ManagerLostError("the cache manager has restarted")
         self._synced_at = time.monotonic()
         self._lease = answer.lease_duration.ToTimedelta().total_seconds() or self._lease
         self._free_blocks = answer.free_blocks
@@ -282,7 +282,7 @@ class CacheClient:
                 self._listener.refused(first, refusal(error, has_policy=has_policy))
             return
         if any(answer.manager_epoch != self._manager_epoch for answer in answered):
-            raise ManagerLostError("it started again")
+            raise ManagerLostError("the cache manager has restarted")
         # Attempts without an answer are still in the queue.
         for attempt, answer in zip(attempts, answered, strict=False):
             self._answered(attempt, answer, session)

@@ -20,11 +20,11 @@ class InFlightStep:
     decodes: list[Sequence] = field(default_factory=list)
     # The other computing sequences with their token counts and whether they sample.
     prefills: list[tuple[Sequence, int, bool]] = field(default_factory=list)
-    # Decoding sequences that may have computed drafts, too, with their numbers.
+    # Decoding sequences that may have computed drafts, too, with the number of drafts of each.
     drafts: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Sequences that evict for the first time, with the tokens computed by then.
+    # Sequences that evict for the first time, with the tokens planned before this step.
     relocated: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Sequences whose adaptive window became shorter, with its tokens.
+    # Sequences whose adaptive window became shorter, with the tokens of the new window.
     shortened: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: Seq[Copy] = ()
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
 # Rates of engines that differ by less than this factor count as equal.
 ALIKE = 1.5
-# Seconds after which an engine's difference from the other engines' time of a prompt token counts half.
+# Seconds after a measurement of an engine's time of a prompt token, until half of the time's difference from the other
+# engines' median counts.
 HALF_LIFE_SECONDS = 10.0
 
 
@@ -51,8 +52,8 @@ def levelled(rates: Sequence[Rates], ages: Sequence[float]) -> list[Rates]:
 
     Measurements depend on what was computed: an idle engine that computes few and short parts of prompts looks slower
     than a busy engine that computes long parts. ages: for each engine, seconds since it measured the time of a prompt
-    token. The older this time, the closer it is moved to the other engines' times: otherwise, an engine that was slow
-    once would get no more prompts to show that it no longer is.
+    token. The older a measurement, the closer the time is moved to the other engines' median. Otherwise, an engine that
+    was slow once would get no more prompts, and could not show that it is fast again.
     """
     tokens = [one.prompt_token for one in rates]
     faded = [
@@ -83,8 +84,8 @@ def _level(value: float | None, middle: float | None) -> float | None:
 class Candidate:
     """An engine that can take a request, at the moment of a decision.
 
-    queued_tokens: prompt tokens that it computes before those of the request. load: samples that run or wait there.
-    cold_at: when it last got a prompt that no engine had cached.
+    queued_tokens: prompt tokens that the engine computes before those of the request. load: samples that run or wait on
+    the engine. cold_at: when the engine last got a prompt of which it had nothing cached.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Candidate:
     cold_at: float
 
     def cached_tokens(self, prompt_tokens: int) -> int:
-        """Returns how many tokens of the prompt need not be computed; its last token always is."""
+        """Returns how many tokens of the prompt need not be computed; the last token always must."""
         return max(0, min(self.match.blocks * self.block_size, prompt_tokens - 1))
 
     @property
@@ -115,7 +116,8 @@ def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
     """Returns what decoding a sample costs all streams of an engine together, beyond its cost on an idle engine.
 
     Each token of the sample is delayed by what the other streams add to a step, and each of their tokens by what the
-    sample adds. Until measured, a sequence in a decode step counts as a prompt token: a step computes a row for each.
+    sample adds. Until `Rates.sequence` is measured, a sequence in a decode step counts as a prompt token: a
+    step computes one row for either.
     """
     sequence = candidate.token_seconds if candidate.rates.sequence is None else candidate.rates.sequence
     others = min(candidate.load, max(0, candidate.max_running - 1)) if candidate.max_running else candidate.load
@@ -128,7 +130,7 @@ def seconds_to_first_token(candidate: Candidate, prompt_tokens: int) -> float:
     Running and waiting samples decode between the parts of the prefill: one step of each counts.
     """
     rates, block, token = candidate.rates, candidate.block_size, candidate.token_seconds
-    # An engine computes blocks that it cannot onload faster.
+    # An engine computes a block, instead of onloading it, where computing is faster.
     host = min(rates.host_block or HOST_BLOCK_SECONDS, token * block)
     disk = min(rates.disk_block or DISK_BLOCK_SECONDS, token * block)
     onloading = candidate.match.host * host + candidate.match.disk * disk

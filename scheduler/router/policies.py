@@ -120,7 +120,7 @@ class Cost:
     waits for an engine with its prefix: computing the prefix elsewhere would help this prompt but slow down all. Its
     output lengthens the steps of all streams on its engine: so streams spread, even if they share a cached prefix. Ties
     go to the session's last engine, then to the engine with more of the prompt, then to the engine that was given a
-    prompt that no engine had cached longest ago: so all caches fill evenly.
+    prompt of which it had nothing cached longest ago: so all caches fill evenly.
     """
 
     reads_caches = True

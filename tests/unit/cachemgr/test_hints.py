@@ -317,7 +317,7 @@ def test_pins_of_one_envelope_go_over_a_bounded_number_of_blocks(monkeypatch, bu
     pins = many(*[("Pin", {"owner": f"o{number}", "duration_seconds": 5}) for number in range(3)])
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), pins, None)
     assert [answer.outcome for answer in answers] == [first, first, REJECTED]
-    assert answers[2].detail == "pins of this request are about 4 blocks already"
+    assert answers[2].detail == "the pins of this request already cover 4 blocks"
     # The next request's are its own.
     assert send(world, "Pin", owner="o2", duration_seconds=5)[0] is first
 

@@ -137,12 +137,12 @@ async def test_every_difference_is_found(managers: Managers) -> None:
             server.hset(QUOTAS, "salt/s", b"\x01" + pb.Quota(salt="s").SerializeToString())
         found = await compared(client)
         assert sorted(found or ()) == [
-            " 0: r is not in Redis as it is among the rules",
-            " 0: salt/s is not in Redis as it is among the quotas",
-            f"{POOL} 0: Redis holds what cannot be read: record cannot be read",
-            f"{POOL} 0: {name.decode()} is not in Redis as it is among the pins",
+            " 0: r differs between Redis and the rules",
+            " 0: salt/s differs between Redis and the quotas",
+            f"{POOL} 0: Redis holds a record that cannot be read: record cannot be read",
+            f"{POOL} 0: {name.decode()} differs between Redis and the pins",
             f"{POOL} {first[5]}: a block on device is in the index and not in Redis",
-            f"{POOL} {second[5]}: a block on device is another in Redis than in the index",
+            f"{POOL} {second[5]}: a block on device differs between Redis and the index",
             f"{POOL} 31: a block on device is in Redis and not in the index",
         ]
         # A call that does not ask costs nothing.
