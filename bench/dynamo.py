@@ -27,8 +27,8 @@ from bench.peers.set_up import DYNAMO, default_folder
 from bench.result import Result
 from bench.tables import table
 from cachemgr.manager import CacheManager
-from cachemgr.rpc import zmq_events
-from cachemgr.rpc.zmq_events import ZmqSettings
+from cachemgr.rpc import vllm_event_publisher
+from cachemgr.rpc.vllm_event_publisher import ZmqSettings
 from protos.kvcommon.block_keys import prompt_low_keys, root_key
 from protos.kvcommon.tokens import pack, packed_bytes
 from tests.chaos.proxies import SocketProxy
@@ -228,7 +228,7 @@ async def run(indexer: Indexer, count: int, seed: int) -> tuple[Figures, dict[st
             }
             await asyncio.to_thread(indexer.post, "/register", model_name=MODEL, block_size=BLOCK, **addresses)
         while figures.prompts < count:
-            zmq_events.KEPT_BYTES = 2000 if random.random() < FEW_KEPT else 16 << 20
+            vllm_event_publisher.KEPT_BYTES = 2000 if random.random() < FEW_KEPT else 16 << 20
             for cache in caches:
                 misses = random.random() < MISSED
                 missed += misses
@@ -252,7 +252,7 @@ async def run(indexer: Indexer, count: int, seed: int) -> tuple[Figures, dict[st
 
 def _replays() -> Iterator[float]:
     for source in ("kept", "everything"):
-        yield zmq_events.REPLAYS.labels(source)._value.get()
+        yield vllm_event_publisher.REPLAYS.labels(source)._value.get()
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
-from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
+from cachemgr.rpc.vllm_event_publisher import ZmqEvents, ZmqSettings
 from cachemgr.settings import CachemgrSettings
 from cachemgr.slices import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of

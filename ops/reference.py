@@ -20,7 +20,7 @@ from reference_text import GENERATED, anchor, code, escaped, first_sentence, par
 import cachemgr.oplog.writer
 import cachemgr.persistence.key_index
 import cachemgr.persistence.redis_index
-import cachemgr.rpc.zmq_events
+import cachemgr.rpc.vllm_event_publisher
 import cachemgr.telemetry.prometheus
 import executor.metrics
 import protos.rpc.metrics
@@ -57,7 +57,7 @@ def metrics_page() -> str:
     manager = CacheManager(0, lambda: 0.0)
     modules = (
         cachemgr.telemetry.prometheus, cachemgr.persistence.redis_index, cachemgr.persistence.key_index,
-        cachemgr.rpc.zmq_events, cachemgr.oplog.writer,
+        cachemgr.rpc.vllm_event_publisher, cachemgr.oplog.writer,
     )  # fmt: skip
     sections: dict[str, tuple[str, Iterable[Row]]] = {
         "Every process": ("", _of_modules(protos.rpc.metrics)),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 from cachemgr import slices
 from cachemgr.blocks.block import Block, account_of
 from cachemgr.blocks.block_record import USED_LAST, BlockRecord, CopyRecord, LeaseRecord
+from cachemgr.blocks.eviction import Eviction, evict
 from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.offload import Eviction, Offloader, WriteThrough
+from cachemgr.blocks.offload import Offloader, WriteThrough
 from cachemgr.blocks.prefix_tree import PrefixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.removal_history import NO_OWNER, RemovalHistory, UseTimes
 from cachemgr.blocks.tier import Tier
@@ -184,8 +185,11 @@ class BlockPool:
     def listed(self, block: Block) -> BlockView:
         """Returns `view` with how often and when the block was used."""
         used = block.refs or not block.recency
-        idle = None if used else max(0.0, self._leases.now - self.use_times.at(block.recency))
-        return self.view(block)._replace(hits=block.hits, idle=idle)
+        return self.view(block)._replace(hits=block.hits, idle=None if used else self.idle_seconds(block))
+
+    def idle_seconds(self, block: Block) -> float:
+        """Returns the time since a cached block's last use."""
+        return max(0.0, self._leases.now - self.use_times.at(block.recency))
 
     # Slots and references
 
@@ -204,7 +208,7 @@ class BlockPool:
             victim = device.accounts.victim(account) if device.accounts.shares else device.accounts.order.first()
             assert victim is not None, _EVICTABLE
             slot = victim.index
-            way = self.evict(device, victim, writer)
+            way = evict(self, device, victim, writer)
             if way is _DROPPED:
                 # Reused: a new object would take a tenth of the eviction's time.
                 block = victim
@@ -299,30 +303,6 @@ class BlockPool:
         block.scope = None
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
-
-    def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-        """Offloads or drops an evictable block."""
-        if tier.accounts.shares:
-            owner = account_of(victim)
-            tier.accounts.delist(victim, owner)
-            tier.accounts.count(owner, blocks=-1)
-        else:
-            tier.accounts.order.remove(victim)
-        tier.cached -= 1
-        # The mean is sampled: only every eighth slot counts.
-        if victim.index & 7 == 1:
-            tier.counters.note_idle_before_eviction(self._leases.now - self.use_times.at(victim.recency))
-        if self._has_lower:
-            # Keeps the block out of the eviction order while its children move.
-            victim.refs = 1
-            way = self.offloader.offload(tier, victim, writer)
-            if way is not _DROPPED:
-                return way
-            victim.refs = 0
-        if self.window is None and victim.children is not None:
-            self.lose_children(victim)
-        self.unlink(victim, RemovalCause.EVICTED, writer)
-        return _DROPPED
 
     def take_over(self, block: Block, writer: Writer) -> None:
         """Takes a cached leaf of the device out of the prefix tree and passes it to a writer, with its content."""

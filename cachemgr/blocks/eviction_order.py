@@ -1,4 +1,4 @@
-"""The order in which cached blocks are evicted; `BlockPool.evict` evicts them."""
+"""The order in which cached blocks are evicted."""
 
 from __future__ import annotations
 

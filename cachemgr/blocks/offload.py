@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Account, Block, Node, Writer, account_of
+from cachemgr.blocks.eviction import Eviction, evict
 from cachemgr.blocks.eviction_order import precedes
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.blocks.tier import Tier
@@ -15,14 +15,6 @@ from cachemgr.types import RemovalCause
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
-
-
-class Eviction(enum.Enum):
-    """How a block leaves its slot."""
-
-    DROPPED = "dropped"
-    OFFLOADED = "offloaded by a copy"
-    ALREADY_BELOW = "offloaded to its write-through copy"
 
 
 # Looked up once, not for each evicted block.
@@ -243,7 +235,7 @@ class Offloader:
             index = other.index
             if other in self.offloading:
                 self._recall(lower, other, writer)
-            elif pool.evict(lower, other, writer) is _OFFLOADED:
+            elif evict(pool, lower, other, writer) is _OFFLOADED:
                 moved = other
         if tier is pool.device:
             # A copy in flight would be too late, and the slot of a copy that must not stay becomes free.

@@ -32,7 +32,7 @@ def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: 
         if block is None:
             _explain_miss(executor, pool, prefix, block_index, key, leases, found)
             return found
-        age = 0.0 if block.refs else max(0.0, leases.now - pool.use_times.at(block.recency))
+        age = 0.0 if block.refs else pool.idle_seconds(block)
         found.blocks.append((pool.view(block), [leases.view(lease) for lease in leases_of(block)], age))
     return found
 

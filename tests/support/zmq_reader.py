@@ -15,7 +15,7 @@ import zmq.asyncio
 from cachemgr.manager import CacheManager
 from cachemgr.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.rpc.zmq_events import ZmqEvents, ZmqSettings
+from cachemgr.rpc.vllm_event_publisher import ZmqEvents, ZmqSettings
 from cachemgr.types import TierKind
 from protos.kvcommon.tokens import unpack
 from tests.support.patience import patience

@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 
 from cachemgr.blocks.events import Event
 from cachemgr.process import CacheManagerProcess
-from cachemgr.rpc import zmq_events
-from cachemgr.rpc.vllm_events import salt_name
-from cachemgr.rpc.zmq_events import ZmqSettings
+from cachemgr.rpc import vllm_event_publisher
+from cachemgr.rpc.vllm_event_messages import salt_name
+from cachemgr.rpc.vllm_event_publisher import ZmqSettings
 from cachemgr.sequences import release
 from cachemgr.settings import CachemgrSettings
 from cachemgr.slices import at_once
@@ -55,7 +55,7 @@ class Published:
         return RouterView(self.events, self.replays)
 
     @property
-    def stream(self) -> zmq_events.Stream:
+    def stream(self) -> vllm_event_publisher.Stream:
         return self.publishing[-1].zmq._streams[0]
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class Published:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """New readers need not wait long."""
-    monkeypatch.setattr(zmq_events, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(vllm_event_publisher, "BEAT_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ async def test_a_new_reader_gets_all_there_was_and_one_that_missed_some_gets_tho
 async def test_what_is_not_kept_any_more_is_replaced_by_all_that_is_there(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_events, "KEPT_BYTES", 1000)
-    monkeypatch.setattr(zmq_events, "_MAX_BLOCKS", 4)
+    monkeypatch.setattr(vllm_event_publisher, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(vllm_event_publisher, "_MAX_BLOCKS", 4)
     world = World(num_blocks=40, host_blocks=10, config=PATIENT)
     await published.publish(world)
     async with published.reader().following() as view:
@@ -202,7 +202,7 @@ async def test_whatever_happens_readers_come_to_know_what_is_there(
 ) -> None:
     if seed % 2:
         # Late readers get the present blocks, not the earlier events.
-        monkeypatch.setattr(zmq_events, "KEPT_BYTES", 300)
+        monkeypatch.setattr(vllm_event_publisher, "KEPT_BYTES", 300)
     # Of the events 50 are kept: mostly it follows them, and now and then it must begin again.
     life = RandomLife(seed)
     world, manager = life.world, None
@@ -331,8 +331,8 @@ async def test_new_readers_hear_of_the_parents_of_device_blocks_first(published:
 async def test_a_reader_that_stops_reading_costs_no_more_than_its_bound(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 2)
-    monkeypatch.setattr(zmq_events, "KEPT_BYTES", 1 << 14)
+    monkeypatch.setattr(vllm_event_publisher, "WAITING_BATCHES", 2)
+    monkeypatch.setattr(vllm_event_publisher, "KEPT_BYTES", 1 << 14)
     published.settings = ZmqSettings(published.events, published.replays, "t" * 60_000)
     world = World(num_blocks=64, config=PATIENT)
     await published.publish(world)
@@ -427,13 +427,13 @@ async def test_a_replay_that_fails_is_counted_and_others_are_answered(
     world.cache(TOKENS)
     async with published.reader().following() as view:
         await published.quiet(world, view)
-    kept_from = zmq_events.Stream.kept_from
+    kept_from = vllm_event_publisher.Stream.kept_from
 
-    def fails_once(self: zmq_events.Stream, number: int) -> list[tuple[int, bytes]] | None:
-        monkeypatch.setattr(zmq_events.Stream, "kept_from", kept_from)
+    def fails_once(self: vllm_event_publisher.Stream, number: int) -> list[tuple[int, bytes]] | None:
+        monkeypatch.setattr(vllm_event_publisher.Stream, "kept_from", kept_from)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(zmq_events.Stream, "kept_from", fails_once)
+    monkeypatch.setattr(vllm_event_publisher.Stream, "kept_from", fails_once)
     before = refused("failed")
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking, capture_logs() as logs:
         asking.connect(f"tcp://{published.replays}")
@@ -451,13 +451,13 @@ async def test_readers_that_take_little_do_not_keep_others_from_their_replays(
     """Patiently waits for each reader, for longer than this test lasts, unless other readers wait."""
     for name in ("_PATIENCE_SECONDS", "_SHORT_PATIENCE_SECONDS", "_SHARED_SECONDS"):
         # A reader that reads at once takes less also on a busy machine.
-        monkeypatch.setattr(zmq_events, name, 0.5 if name == bound else 1e6)
-    monkeypatch.setattr(zmq_events, "_MOST_REPLAYS", 8)
-    monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 1)
+        monkeypatch.setattr(vllm_event_publisher, name, 0.5 if name == bound else 1e6)
+    monkeypatch.setattr(vllm_event_publisher, "_MOST_REPLAYS", 8)
+    monkeypatch.setattr(vllm_event_publisher, "WAITING_BATCHES", 1)
     # More than all buffers between two processes hold.
     large = [(number, bytes(1_000_000)) for number in range(20)]
     monkeypatch.setattr(
-        zmq_events.Stream, "kept_from", lambda self, number: large if number else [(number, b"a batch")]
+        vllm_event_publisher.Stream, "kept_from", lambda self, number: large if number else [(number, b"a batch")]
     )
     world = World(config=PATIENT)
     await published.publish(world)
@@ -548,12 +548,12 @@ async def replay(asking: zmq.asyncio.Socket) -> list[int]:
 
 def refused(cause: str) -> float:
     """Messages that asked for no replay so far."""
-    return zmq_events.REFUSED.labels(cause)._value.get()
+    return vllm_event_publisher.REFUSED.labels(cause)._value.get()
 
 
 async def test_a_replay_ends_also_when_the_process_does(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_events, "WAITING_BATCHES", 1000)
-    monkeypatch.setattr(zmq_events, "_MAX_BLOCKS", 1)
+    monkeypatch.setattr(vllm_event_publisher, "WAITING_BATCHES", 1000)
+    monkeypatch.setattr(vllm_event_publisher, "_MAX_BLOCKS", 1)
     world = World(num_blocks=400, config=PATIENT)
     await published.publish(world)
     world.cache(list(range(100_000, 100_000 + 300 * BLOCK)))

@@ -24,7 +24,7 @@ from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError
 from cachemgr.queries import Queries
 from cachemgr.rpc.event_feed import EventFeed, ShuttingDownError
-from cachemgr.rpc.vllm_events import Batch
+from cachemgr.rpc.vllm_event_messages import Batch
 from cachemgr.slices import sliced
 from cachemgr.types import EventKind, ExecutorSpec, TierKind
 from protos.rpc import addresses
