@@ -12,7 +12,7 @@ def benchmarks() -> dict[str, Path]:
     """Name and file of each benchmark: modules here and in `research`, and folders here that can be run."""
     files = [*FOLDER.glob("*.py"), *FOLDER.glob("research/*.py"), *FOLDER.glob("*/__main__.py")]
     found = {(path.parent.name if path.stem == "__main__" else path.stem): path for path in files}
-    # A stub executor is a part of benchmarks.
+    # Other benchmarks start the stub executor, which is no benchmark itself.
     kept = sorted(found.keys() - {FOLDER.name, "stub_executor"})
     return {name: found[name] for name in kept if "\ndef main(" in found[name].read_text()}
 

@@ -135,7 +135,7 @@ class Side:
 
 
 def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
-    """Milliseconds per token after the first; for concurrent streams, the total time by the number of all tokens."""
+    """Milliseconds per token after the first; for concurrent streams, the total time divided by all tokens."""
     if at_once:
         seconds = max(output.token_times[-1] for output in outputs) - min(output.started for output in outputs)
         return 1e3 * seconds / sum(len(output.token_ids) for output in outputs)

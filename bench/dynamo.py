@@ -260,7 +260,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` has put it")
+    parser.add_argument(
+        "--folder", type=Path, default=default_folder(), help="folder of the environments of `make peers`"
+    )
     parser.add_argument("--json", type=Path, help="file of the result")
     given = parser.parse_args()
     if reason := DYNAMO.missing(given.folder):

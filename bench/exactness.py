@@ -1,6 +1,7 @@
-"""Greedy output of the whole stack against transformers' generate(), with all settings.
+"""Greedy output of the whole stack against transformers' generate(), with several settings.
 
-Run it with `make exactness`. Prints one line per combination. Exits with 1 when a token differs without a tie.
+Run it with `make exactness`. Prints one line per combination. Exits with 1 when a token differs without a tie, or when
+no request is preempted in the tight pool.
 """
 
 import argparse

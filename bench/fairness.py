@@ -40,7 +40,7 @@ class Turn:
 
 
 async def follow(stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, times: list[float]) -> None:
-    """Notes when each token of a stream comes."""
+    """Records when each token of a stream arrives."""
     loop = asyncio.get_running_loop()
     async for message in stub.StreamGenerate(request, timeout=3600):
         times += [loop.time()] * len(message.token_ids)
@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4_096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--targets", type=float, nargs="+", default=[0, NO_TARGET], help="seconds; 0 is the default")
+    parser.add_argument(
+        "--targets", type=float, nargs="+", default=[0, NO_TARGET], help="seconds; 0 for the scheduler's default"
+    )
     add_json_argument(parser)
     arguments = parser.parse_args()
     print(f"{arguments.streams} streams, a prompt of {arguments.prompt_tokens} tokens, {arguments.dtype}")

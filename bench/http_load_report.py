@@ -103,10 +103,10 @@ class Found:
             if name != "client" and last - warm > GROWTH_MB + GROWTH_SHARE * warm:
                 yield f"{name} grew from {warm:.1f} to {last:.1f} MB"
         if self.after["connections"]:
-            yield f"{self.after['connections']} HTTP connections are open still"
+            yield f"{self.after['connections']} HTTP connections are still open"
         yield from self.violations
         if self.used_blocks:
-            yield f"{self.used_blocks} blocks are in use still"
+            yield f"{self.used_blocks} blocks are still in use"
 
 
 def show(found: Found) -> None:

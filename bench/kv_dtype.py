@@ -57,7 +57,10 @@ PARTS = ("perplexity", "agreement", "speed")
 
 @torch.inference_mode()
 def losses(model: Model, pools: KvPools, windows: Sequence[Sequence[int]]) -> Tensor:
-    """Negative log-probability of each next token, [windows, WINDOW] float64, in nats. windows: one token longer."""
+    """Negative log-probability of each next token, [windows, WINDOW] float64, in nats.
+
+    windows: WINDOW + 1 token ids each.
+    """
     table_of_blocks = tuple(range(1, WINDOW // BLOCK + 1))
     last_tokens, found = torch.zeros(1, dtype=torch.int64), []
     for number, ids in enumerate(windows):

@@ -155,7 +155,7 @@ class Limits:
         return max(needed.step_flops / self.matrix_gflops, needed.step_bytes / self.read_gbs) / 1e9
 
     def best(self, other: Limits) -> Limits:
-        """The better figure of two measurements of the same machine."""
+        """The better figures of two measurements of the same machine."""
         return replace(
             self,
             matrix_gflops=max(self.matrix_gflops, other.matrix_gflops),

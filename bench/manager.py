@@ -83,8 +83,8 @@ class Pauses:
             self.full.append((time.perf_counter() - self._begin) * 1e3)
 
     def show(self) -> None:
-        """Prints a line about the collections since the last line."""
-        print(f"full collections meanwhile: {len(self.full)}, {sum(self.full):.0f} ms in all, ", end="")
+        """Prints a line about the collections since the previous call."""
+        print(f"full garbage collections: {len(self.full)}, {sum(self.full):.0f} ms in all, ", end="")
         print(f"the longest {max(self.full, default=0.0):.0f} ms", flush=True)
         self.full = []
 

@@ -44,7 +44,7 @@ class Client:
         self.stub.RegisterExecutor(executor, timeout=10)
 
     def admission(self, name: str, tokens: Sequence[int]) -> pb.AdmitSequenceRequest:
-        """Asks for the blocks of a prompt."""
+        """Makes a request for the blocks of a prompt."""
         return pb.AdmitSequenceRequest(
             sequence_id=name, scheduler_id="s", scheduler_epoch=1, executor_id="e", token_ids=tokens
         )
@@ -56,7 +56,7 @@ class Client:
         return answer
 
     def progress(self, step: int, **columns: object) -> pb.SyncSequencesRequest:
-        """Makes the next sync."""
+        """Makes the request of the next sync."""
         return pb.SyncSequencesRequest(
             scheduler_id="s",
             scheduler_epoch=1,

@@ -187,7 +187,7 @@ async def load(
 
 
 def needed(tokens: int) -> int:
-    """Slots of the blocks that N = `tokens` tokens need."""
+    """Slots of the blocks that `tokens` tokens need."""
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
@@ -303,7 +303,7 @@ def savings(runs: Mapping[str, Seen], flat: Mapping[str, int], longest: int) -> 
 
 
 def thinned(course: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The points that the picture shows, with a distance between them."""
+    """The points that the picture shows, at least COURSE_SECONDS apart."""
     kept = list(course[:1])
     for point in course:
         if point["at"] >= kept[-1]["at"] + COURSE_SECONDS:
@@ -328,7 +328,7 @@ def show(kept: Mapping[str, Any]) -> str:
     used = sum(kept["output_tokens"]) / sum(kept["max_tokens"])
     return f"""{table(header, rows)}
 
-In tokens; waste is what is held without a token: a sequence's mean over its life, and of all that is held over time.
+In tokens. Waste: slots without a token, as a sequence's mean over its life. wasted: the share of all slots over time.
 {len(kept["max_tokens"])} requests, at most {kept["most_at_once"]} at once with {kept["most_tokens"]:,} tokens; \
 outputs had {100 * used:.0f} % of their max_tokens.
 Sequences shared blocks: the pool had {kept["most_in_pool"]:,} tokens of blocks in use at most, over time \

@@ -109,7 +109,7 @@ def request(number: int, output_tokens: int, seed: int, vocabulary: int) -> byte
 
 
 async def load(channel: grpc.aio.Channel, messages: Iterable[bytes], output_tokens: int) -> float:
-    """Sends all requests at once; returns the seconds until the last one has ended. Reads the answers afterwards."""
+    """Sends all requests at once; returns the seconds until the last request has ended. Parses answers afterwards."""
     # Sends and receives bytes: the client shares the machine with the measured processes.
     call = channel.unary_stream(GENERATE)
 
@@ -185,7 +185,7 @@ def middle(values: Sequence[Any]) -> Any:
 
 
 def report(title: str, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Prints the medians of one case, both wirings side by side; returns it in one line."""
+    """Prints the medians of one case, both wirings side by side; returns a summary in one line."""
     medians = [middle(results[name]) for name in WIRINGS]
     print(f"\n{title}: {medians[0]['steps']:.0f} steps")
 
@@ -213,7 +213,7 @@ def report(title: str, results: dict[str, list[dict[str, Any]]]) -> str:
     pairs = list(zip(*results.values(), strict=True))
     costs = sorted(own["seconds"] / inside["seconds"] - 1 for own, inside in pairs)
     each = statistics.median((own["seconds"] - inside["seconds"]) / own["steps"] * 1e6 for own, inside in pairs)
-    print(f"  the process of its own costs {each:+.0f} us per step")
+    print(f"  the separate process costs {each:+.0f} us per step")
     idle = " ".join(f"{one['idle_share']:8.2%}" for one in medians if "idle_share" in one)
     waited = medians[0]["parts"]["step_cachemgr_wait"][0]
     spread = f"{costs[0]:+.1%} to {costs[-1]:+.1%}"
@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+")
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2, 5, 20])
-    parser.add_argument("--output-tokens", type=int, help="at least 256 and twice the sequences unless given")
+    parser.add_argument("--output-tokens", type=int, help="by default the larger of 256 and twice the sequences")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", action="store_true", help="the real executor instead of the stub")
     add_json_argument(parser)

@@ -278,7 +278,9 @@ def scored(selecting: Connection, tokens: list[int]) -> dict[int, int]:
 def main() -> int:
     """Runs both routers and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` has put them")
+    parser.add_argument(
+        "--folder", type=Path, default=default_folder(), help="folder of the environments of `make peers`"
+    )
     add_json_argument(parser)
     given = parser.parse_args()
     for peer in (SMG, DYNAMO):

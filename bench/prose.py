@@ -66,7 +66,10 @@ def _member(members: tarfile.TarFile, name: str) -> str:
 
 
 def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) -> list[list[int]]:
-    """Token ids of pieces of the text, each of which begins with a sentence and has one of these lengths."""
+    """Token ids of pieces of the text, each of which begins with a sentence and has one of these lengths.
+
+    Raises NoTextError.
+    """
     text, rng = novel(), random.Random(seed)
     found = []
     for length in lengths:

@@ -151,7 +151,7 @@ class Outcome:
 
 
 class Replay:
-    """One pool. A request begins when all blocks that it may need are free; until then it and all later ones wait."""
+    """One pool. A request begins when all blocks that it may need are free; until then all later requests wait, too."""
 
     def __init__(self, num_blocks: int, block_size: int, ghost_sample: int = 0) -> None:
         # Blocks are allocated for the whole output at once, and none beyond it.

@@ -39,7 +39,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of each installed package that figures depend on."""
+    """Versions of Python and of each installed package that figures depend on."""
     installed = {package.name.lower(): package.version for package in metadata.distributions()}
     return {"python": platform.python_version()} | {name: installed[name] for name in PACKAGES if name in installed}
 

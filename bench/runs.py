@@ -130,7 +130,7 @@ async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def watched(stack: Stack) -> AsyncIterator[Usage]:
-    """Usage between begin and end; memory and blocks are sampled a few times a second."""
+    """Usage during the with statement; memory and blocks are sampled a few times a second."""
     usage, running = Usage(), processes(stack)
     async with grpc.aio.insecure_channel(stack.admin) as channel:
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)

@@ -1,11 +1,12 @@
 """An executor without a model, `python -m bench.stub_executor`: time passes as on a device, but nothing is computed.
 
 The device runs beside its process, as a GPU does. It begins a step as soon as the step has arrived and the step before
-has ended, and needs no processor. A step takes the time of its decodes or the time of its prompt tokens, whichever is
-longer; cached tokens take no time. Copies between tiers run one after the other beside the steps. To the cache manager,
-the pools look like pools of a model of 8 billion parameters, and are registered, renewed and confirmed like a real
-executor's. The settings are KVKEEP_EXECUTOR_STUB_<NAME>. Without a step time, the seed of the sequence that joined
-last is the step time in microseconds, so that one process serves runs of any step time.
+has ended, and needs no processor. A step takes the step time or the time of its prompt tokens, whichever is longer, and
+then a time for each sequence that decodes; cached tokens take no time. Copies between tiers run one after the other
+beside the steps. To the cache manager, the pools look like pools of a model of 8 billion parameters, and are
+registered, renewed and confirmed like a real executor's. The settings are KVKEEP_EXECUTOR_STUB_<NAME>. Without a step
+time, the seed of the sequence that joined last is the step time in microseconds, so that one process serves runs of any
+step time.
 """
 
 import asyncio
@@ -107,7 +108,7 @@ def records_file(folder: Path, executor_id: str) -> Path:
 
 
 def read_records(folder: Path, skip: int = 0, executor_id: str = "executor-0") -> list[Record]:
-    """All steps so far, except the first N = `skip` steps."""
+    """All steps so far, except the first `skip` steps."""
     with records_file(folder, executor_id).open("rb") as file:
         file.seek(skip * _RECORD.size)
         return [Record(*values) for values in _RECORD.iter_unpack(file.read())]
@@ -131,7 +132,7 @@ class RunningSet:
                 del self.decoding[handle]
 
     def run(self, step: pb.Step) -> pb.StepResult:
-        """Runs a step; it samples any token that is a whole character."""
+        """Runs a step, in which all sequences sample the same token, an ASCII character."""
         assert not step.evicting_sequences, "no tokens to evict here"
         for new in step.new_sequences:
             count = len(new.token_ids) - new.num_computed_tokens

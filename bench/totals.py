@@ -30,7 +30,7 @@ def totals(courses: Sequence[Course], kept: Kept) -> list[tuple[float, int]]:
     """Tokens that all requests keep together, after each change: (time, tokens), in order of time.
 
     With its n-th token of output, a request has computed its prompt and n - 1 tokens more. A request that ends or is
-    preempted keeps these tokens for half of a usual time between tokens, because sequences that computed in the same
+    preempted keeps these tokens for half of the median time between tokens, because sequences that computed in the same
     step get their tokens one after the other, but have them in the cache together.
     """
     gaps = [after - before for course in courses for before, after in itertools.pairwise(course.times)]

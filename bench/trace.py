@@ -218,7 +218,7 @@ def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> list[di
 
 
 def main() -> int:
-    """Reads the trace and prints both tables."""
+    """Reads the trace and prints both tables, or only the ghost caches' table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, help="only the first N requests")
     parser.add_argument("--block-size", type=int, choices=(16, 512), default=512, help="tokens per block (512)")

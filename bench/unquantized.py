@@ -1,6 +1,6 @@
 """A model whose weights nothing quantized. `python -m bench.unquantized` makes the model once and prints its folder.
 
-The default model was published in 4 and 8 bits, which kvkeep finds again in the weights and reads instead of them.
+The default model was published in 4 and 8 bits. kvkeep recovers these bits from the weights, and reads only the bits.
 Most models are published in bfloat16 instead. This model has weights of that kind in the default model's shape: each
 weight is changed by normal noise of 0.3 %, always the same, and rounded to bfloat16. In float32 the model has the same
 values.

@@ -10,12 +10,12 @@ def main() -> None:
     """Runs until SIGTERM or Ctrl-C, or replays a log and ends."""
     parser = process_parser(
         "python -m cachemgr",
-        "Runs the cache manager until SIGTERM: it owns the blocks of the KV cache and says which prompt finds what.\n"
-        "It keeps a copy of the index in the Redis of KVKEEP_REDIS_URL; without one a restart loses the cache.",
+        "Runs the cache manager until SIGTERM. It owns the blocks of the KV cache and finds a prompt's cached blocks.\n"
+        "It keeps a copy of the index in the Redis of KVKEEP_REDIS_URL; without Redis, a restart loses the cache.",
     )
     parser.usage = "%(prog)s [-h] [replay FILE]"
     replaying = parser.add_subparsers(dest="command", metavar="COMMAND", prog=parser.prog).add_parser(
-        "replay", help="run an operation log again and say what it leads to"
+        "replay", help="run an operation log again, and show the resulting state"
     )
     replaying.add_argument("file", metavar="FILE", type=Path, help="written because of KVKEEP_CACHEMGR_OPERATION_LOG")
     asked = parser.parse_args()

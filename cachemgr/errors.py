@@ -18,7 +18,7 @@ class StaleExecutorError(ServiceError):
 
 
 class PoolSpecError(ServiceError):
-    """The executor announces different pools under an epoch that it has already registered."""
+    """The executor announces a different model, memory or pools under an epoch that it has already registered."""
 
     reason = "EXECUTOR_POOLS_CHANGED"
 
@@ -43,7 +43,7 @@ class StaleSchedulerError(ServiceError):
 
 
 class ManagerRestartedError(ServiceError):
-    """The caller's handles belong to an earlier manager process."""
+    """The caller's registration or handles belong to another manager process."""
 
     reason = "MANAGER_RESTARTED"
 
@@ -55,13 +55,13 @@ class ManagerFailedError(ServiceError):
 
 
 class SyncNumberError(ServiceError):
-    """The sync is neither the next one nor a repeat of the last."""
+    """The number of the sync is neither the next number nor a repeat of the last number."""
 
     reason = "SYNC_NUMBER"
 
 
 class SequenceExistsError(ServiceError):
-    """The id is in use for a sequence with different content."""
+    """The id is in use for a sequence with different content, or of another scheduler."""
 
     reason = "SEQUENCE_EXISTS"
 
@@ -71,7 +71,10 @@ class UnknownSequenceError(ServiceError):
 
 
 class VoidSequenceError(ServiceError):
-    """The shared pending blocks of the sequence will not be computed, so the sequence can only be released."""
+    """The sequence can only be released, since some of its blocks will never hold their tokens.
+
+    Its executor ended or restarted, a copy into its blocks failed, or shared pending blocks will not be computed.
+    """
 
     reason = "VOID_SEQUENCE"
 
@@ -83,7 +86,10 @@ class SequenceUnsettledError(ServiceError):
 
 
 class SequenceEvictsError(ServiceError):
-    """The sequence has evicted tokens and cannot be forked or truncated, or the fork would lack attention scores."""
+    """The sequence cannot be forked or truncated: it has evicted tokens, or may soon evict tokens in place.
+
+    Also raised for a fork that would lack the attention scores by which its parent evicts.
+    """
 
     reason = "SEQUENCE_EVICTS"
 
@@ -133,7 +139,7 @@ class StalePoolError(ServiceError):
 
 
 class PoolInUseError(ServiceError):
-    """A pool cannot become so small now."""
+    """A pool cannot shrink or grow to this size now: blocks are in use, protected or not yet freed."""
 
     reason = "POOL_IN_USE"
 
@@ -159,7 +165,10 @@ class BlocksInUseError(ServiceError):
 
 
 class EventsGoneError(ServiceError):
-    """The events after this number are no longer kept, or do not exist yet. Begin with a snapshot."""
+    """The events after this number are no longer kept, do not exist yet, or are of another manager process.
+
+    Begin with a snapshot.
+    """
 
     reason = "EVENTS_GONE"
 

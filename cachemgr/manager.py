@@ -1,4 +1,4 @@
-"""The cache manager, which decides about every block of every executor. It is synchronous and has no own clock."""
+"""The cache manager, which decides about every block of every executor. It is synchronous, without its own clock."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -129,7 +129,7 @@ class CacheManager:
         return is_held or bool(self._state.unfinished_slices) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
-        """Begins the next slice of a call; leases may have ended meanwhile."""
+        """Begins the next slice of a call, which also ends leases that are over."""
         self._state.begin()
 
     # Executors
@@ -148,10 +148,12 @@ class CacheManager:
     ) -> Restored:
         """Registers an executor, or registers it again; returns how many cached blocks stay.
 
-        A new epoch has an empty device; lower tiers keep the blocks that `spec` lists. `stored` and `pins` come from
-        the store: records of this epoch or, for an older epoch, of lower tiers. They only count if the executor is not
-        registered; each record is checked, and an invalid record is reported to the journals as removed. With `later`,
-        they follow in calls of `restore_blocks`, and `end_recovery` is the last call.
+        A repeat for the registered epoch renews the lease, and takes over the version of the weights. A new epoch has
+        an empty device; lower tiers keep the blocks that `spec` lists.
+
+        `stored` and `pins` come from the store: records of this epoch or, for an older epoch, of lower tiers. `stored`
+        only counts if the executor is not registered; each record is checked, and an invalid record is reported to the
+        journals as removed. With `later`, both follow: blocks in calls of `restore_blocks`, pins in `end_recovery`.
 
         Raises InvalidField, StaleExecutorError, PoolSpecError. Raises SchedulerFirstError if blocks may be restored
         while sequences of an earlier manager may still write into them.
@@ -159,16 +161,18 @@ class CacheManager:
         now = self._state.begin()
         check_spec(spec)
         known = self._state.executors.get(spec.executor_id)
-        # Only while registered: an epoch ends with its lease, since the clock may go back between two starts.
+        # Only a registered epoch counts: epochs are start times, and the clock may be set back between two starts.
         if known is not None and spec.executor_epoch < known.epoch:
             raise StaleExecutorError(
-                f"executor {spec.executor_id} has started again since", fields={"executor_epoch": "is an older one"}
+                f"executor {spec.executor_id} has started again since",
+                fields={"executor_epoch": "is older than the registered epoch"},
             )
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if replace(known.spec, weight_version=spec.weight_version) != spec.without_contents():
                 raise PoolSpecError(
-                    "the pools of one epoch do not change", fields={"pools": "differ from the registered ones"}
+                    "the model, memory and pools of one epoch do not change",
+                    fields={"pools": "differ from the registered pools, or other settings differ"},
                 )
             known.deadline = deadline
             # The executor knows best: it may not have switched to the weights that it announced.
@@ -213,7 +217,7 @@ class CacheManager:
         if recovery is not None:
             for record in sorted(stored, key=lambda record: record.depth):
                 recovery.restore(record)
-        # Before pins are restored, since their budget is a share of the pool. So is the sample of ghost caches.
+        # Before pins are restored and ghost caches are made: pin budget and sampling rate depend on the pools' sizes.
         divide_device_memory(pools, spec, self._state.shares)
         executor = Executor(
             spec.without_contents(),
@@ -251,7 +255,7 @@ class CacheManager:
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
         """Whether a restarted executor has too many slots to carry over in one call, so that `end_epoch` comes first.
 
-        False while the store has less than the index, and if holds would be lost that are in no store.
+        False during a recovery, when the store lacks changes, and if holds would be lost, which are in no store.
         """
         known = self._state.executors.get(spec.executor_id)
         if known is None or spec.executor_epoch <= known.epoch or not lower_tiers_survive(known.spec, spec):
@@ -277,14 +281,14 @@ class CacheManager:
         return executor is not None and executor.recovery is not None
 
     def cached_blocks(self, executor_id: str) -> Restored:
-        """Counts cached blocks of an executor; none for an unknown executor."""
+        """Counts the indexed blocks of an executor; 0 for an unknown executor."""
         executor = self._state.executors.get(executor_id)
         return Restored(0, 0) if executor is None else executor.cached()
 
     def restore_blocks(self, executor_id: str, executor_epoch: int, stored: Iterable[BlockRecord]) -> None:
         """Restores a part of the stored blocks. Over all calls, parents come before their children.
 
-        Invalid blocks are reported to the journal as removed. Blocks of an earlier epoch are ignored.
+        Invalid blocks are reported to the journal as removed. Does nothing without a recovery of this epoch.
         """
         self._state.begin()
         executor = self._state.executors.get(executor_id)
@@ -294,7 +298,10 @@ class CacheManager:
             executor.recovery.restore(record)
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
-        """Ends the restoring of blocks, and restores `pins` whose blocks are cached again."""
+        """Ends the restoring of blocks, and restores `pins` whose blocks are cached again.
+
+        Does nothing without a recovery of this epoch.
+        """
         self._state.begin()
         executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch and executor.recovery is not None:
@@ -338,7 +345,7 @@ class CacheManager:
     def update_weights(self, executor_id: str, executor_epoch: int, weight_version: str) -> Steps[int]:
         """Notes that an executor computes with new weights from now on; returns how many cached blocks are outdated.
 
-        Raises InvalidField, UnknownExecutorError, StaleExecutorError.
+        Returns 0 if the version has not changed. Raises InvalidField, UnknownExecutorError, StaleExecutorError.
         """
         self._state.begin()
         check_weight_version(weight_version)
@@ -371,7 +378,9 @@ class CacheManager:
         failed_tickets: Sequence[int],
         step: int = 0,
     ) -> int:
-        """Ends copies by their tickets; returns how many tickets were not open. No later step has written for them.
+        """Ends copies by their tickets; returns how many tickets were not open.
+
+        `step`: the last step that may have written for these copies.
 
         Raises UnknownExecutorError, StaleExecutorError.
         """
@@ -383,7 +392,8 @@ class CacheManager:
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
         """Registers a scheduler; a newer epoch releases the sequences of the older epoch.
 
-        If there are very many blocks, later calls of `expire` release them. Raises InvalidField, StaleSchedulerError.
+        A repeat for the same epoch renews the lease. If there are very many blocks, later calls of `expire` release
+        them. Raises InvalidField, StaleSchedulerError.
         """
         now = self._state.begin()
         check_id("scheduler_id", scheduler_id)
@@ -394,7 +404,7 @@ class CacheManager:
         if known is not None and scheduler_epoch < known.epoch:
             raise StaleSchedulerError(
                 f"scheduler {scheduler_id} has started again since",
-                fields={"scheduler_epoch": "is an older one"},
+                fields={"scheduler_epoch": "is older than the registered epoch"},
                 metadata={"newest_epoch": str(known.epoch)},
             )
         if known is not None and scheduler_epoch == known.epoch:
@@ -405,10 +415,12 @@ class CacheManager:
         self._state.schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
 
     def admit(self, request: AdmitRequest) -> Admission:
-        """Matches, claims and allocates; renews the scheduler's lease. Repeats with equal content get the same answer.
+        """Matches, claims and allocates; renews the scheduler's lease.
+
+        A repeat for an admitted sequence with equal content gets the same answer, and does not renew the lease.
 
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
-        SequenceTooLongError.
+        SequenceTooLongError, RulePolicyError.
         """
         now = self._state.begin()
         tokens = check_request(request)
@@ -465,8 +477,8 @@ class CacheManager:
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
         """Drops a sequence's tokens from a length on. All computed tokens must have been reported first.
 
-        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, SharedBlockError, WindowPassedError,
-        VoidSequenceError, SequenceEvictsError.
+        `found` in the answer is false for an unknown sequence. Raises UnknownSchedulerError, StaleSchedulerError,
+        InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError.
         """
         self._state.begin()
         sequence = self._state.own_sequence(caller, sequence_id)
@@ -495,7 +507,7 @@ class CacheManager:
         """Keeps a sequence's blocks for `duration` seconds after its release; returns how many blocks.
 
         If the sequence has evicted tokens, keeps the blocks that were cached earlier. Raises UnknownSchedulerError,
-        StaleSchedulerError, InvalidField, UnknownSequenceError.
+        StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
         """
         self._state.begin()
         check_id("owner", owner)
@@ -509,8 +521,12 @@ class CacheManager:
     def expire(self, late: float = 0.0) -> None:
         """Ends leases and holds whose time is over. Must be called a few times per lease duration.
 
-        `late`: how many seconds longer than planned the manager did not run. It could not receive renewals meanwhile,
-        so the leases of schedulers and executors are extended by that time. Holds and retention durations are not.
+        Also runs a slice of an unfinished call, frees some blocks of lost executors, and withholds some slots of pools
+        that shrink.
+
+        `late`: how many seconds longer than planned the manager did not run. A manager that does not run receives no
+        renewals, so the leases of schedulers and executors are extended by that time. Holds and retention durations are
+        not extended.
         """
         now = self._state.begin()
         if self._state.unfinished_slices:
@@ -544,7 +560,7 @@ class CacheManager:
         return sequence.admission
 
     def _release_all(self, scheduler: Scheduler) -> None:
-        """Releases the sequences of a lost scheduler in slices. From now on, no call can name them."""
+        """Releases the sequences of a lost or restarted scheduler in slices. From now on, no call can name them."""
         for sequence in scheduler.sequences.values():
             del self._state.sequences[sequence.sequence_id]
         self._state.run_in_slices(self._release_in_steps(scheduler))
@@ -578,7 +594,7 @@ def _note_shortage(found: LiveSequence | Admission, executor: Executor, now: flo
 def _repeated(existing: LiveSequence, scheduler: Scheduler, content: object) -> Admission:
     if existing.scheduler is not scheduler or existing.content != content:
         raise SequenceExistsError(
-            f"sequence {existing.sequence_id} exists with other content",
-            fields={"sequence_id": "is in use for other content"},
+            f"sequence {existing.sequence_id} exists with other content or for another scheduler",
+            fields={"sequence_id": "is in use for other content or by another scheduler"},
         )
     return existing.admission

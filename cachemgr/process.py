@@ -153,7 +153,7 @@ class CacheManagerProcess:
         return server
 
     async def start(self) -> None:
-        """Reads operators' settings, listens, and is healthy. Raises AddressError."""
+        """Reads operators' settings if Redis answers quickly, listens, and reports healthy. Raises AddressError."""
         if self._store is not None:
             await self._store.start()
         else:
@@ -251,7 +251,7 @@ def failed_state(shard: str = "") -> str:
 
 
 def _write_state(path: Path, manager: CacheManager) -> bool:
-    """Writes the first lines of a manager's state, without token ids, for its owner only.
+    """Writes the first lines of a manager's state, without token ids, to a file that only its owner can read.
 
     Returns whether all these lines were written.
     """

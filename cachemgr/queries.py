@@ -64,7 +64,7 @@ class Queries:
         self._allocator = allocator
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
-        """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
+        """Recounts a pool, or all pools, from scratch. Raises UnknownPoolError."""
         return [found for part in self.check_pool_in_parts(pool_id) for found in part() if found is not None]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
@@ -170,7 +170,7 @@ class Queries:
             yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
-        """Yields holds and pins, one item per owner, oldest first."""
+        """Yields holds and pins by executor, then oldest first, one item per owner; all owners if `owner` is empty."""
         now = self._state.leases.now
         for _, executor in sorted(self._state.executors.items()):
             for hold in executor.holds:
@@ -184,7 +184,8 @@ class Queries:
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
         """Open copies that no scheduler sends, in the order in which they must run, as many as a message holds.
 
-        Empty while steps of void sequences, of an earlier registration, may still use slots that have other users.
+        Empty for an unknown executor, and while void sequences of an earlier registration may still run steps: their
+        slots now have other users.
         """
         executor = self._state.executors.get(executor_id)
         if executor is None or any(one.has_void_sequences_in(executor) for one in self._state.schedulers.values()):
@@ -291,7 +292,10 @@ class Queries:
         return found
 
     def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
-        """Like `explain`, for the tokens of a live sequence. Raises UnknownSequenceError."""
+        """Like `explain`, for the tokens of a live sequence.
+
+        Raises UnknownSequenceError, InvalidField, and UnknownExecutorError if the sequence's executor is lost.
+        """
         sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={"sequence_id": "is not known"})
@@ -332,7 +336,7 @@ class Queries:
     def indexed_keys(
         self, pool: BlockPool, after_index: int, limit: int, is_meant: Callable[[Block], bool] | None = None
     ) -> dict[TierKind, list[bytes]]:
-        """Keys of the wanted indexed blocks among the next `limit` slots of a pool, by tier."""
+        """Keys of the indexed blocks among the `limit` slots after an index, by tier; `is_meant` selects blocks."""
         found: dict[TierKind, list[bytes]] = {}
         for tier in pool.tiers:
             first, end = tier.offset + 1, tier.offset + tier.size + 1
@@ -360,8 +364,8 @@ class Queries:
     def state_outline(self) -> Iterator[str | Iterator[str]]:
         """Like `state`, but with iterators for the long parts.
 
-        The outline is taken at one moment. Its iterators yield the state of that moment as long as `fingerprint` does
-        not change.
+        The caller must read the outline without a break. Its iterators then yield the state of that moment as long as
+        `fingerprint` does not change.
         """
         yield line(
             "manager",
@@ -405,7 +409,7 @@ class Queries:
 def _pin_record(hold: Hold, now: float) -> PinRecord:
     ((owner, end),) = hold.owners.items()
     blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
-    # Negative until `expire` ends the pin.
+    # Negative if the pin is overdue, until `expire` ends the pin.
     return PinRecord(hold.name, owner, end - now, blocks)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the cache manager, KVKEEP_CACHEMGR_<NAME> beside the shared ones."""
+"""Settings of the cache manager: KVKEEP_CACHEMGR_<NAME>, besides the shared settings."""
 
 from pathlib import Path
 from typing import ClassVar, Self
@@ -11,7 +11,7 @@ from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
 class CachemgrSettings(ProcessSettings):
-    """Read once by __main__."""
+    """Read once, by `process.run`."""
 
     process: ClassVar[str] = "cachemgr"
     listens_on: ClassVar[tuple[str, ...]] = (
@@ -43,15 +43,17 @@ class CachemgrSettings(ProcessSettings):
     partial_reuse: bool = Field(True, description="Reuse blocks of which only a leading part matches the prompt.")
     copy_on_partial_reuse: bool = Field(
         True,
-        description="Copy the matching part of such a block; else overwrite the rest of it when no sequence uses it. "
-        "Without partial reuse, a partly filled block matches as a whole only; with neither setting, none is stored.",
+        description="Copy the matching part of a partly matching block; otherwise, take over a block that no sequence "
+        "uses, and overwrite its rest. Without partial reuse, a partly filled block matches only as a whole; with "
+        "neither setting, no partly filled block is stored.",
     )
     offload_min_priority: int = Field(
         35, ge=0, le=100, description="Blocks of a lower priority are dropped, not offloaded to a lower tier."
     )
     write_through: bool = Field(
         True,
-        description="Copy cached blocks to empty host slots in the background, so that fewer are lost with a device.",
+        description="Copy cached device blocks to empty slots of the next lower tier in the background, so that fewer "
+        "blocks are lost with the device.",
     )
     max_retention_priority: int = Field(
         100, ge=0, le=100, description="Highest priority that a retention request is granted."
@@ -61,36 +63,43 @@ class CachemgrSettings(ProcessSettings):
     )
     pin_budget: float = Field(0.1, ge=0, le=1, description="Share of a pool that pins may keep.")
     ghost_sample: int = Field(
-        2048, ge=0, description="Blocks that ghost caches sample of as many as the device has; 0 turns them off."
+        2048, ge=0, description="Sampled blocks of a ghost cache as large as the device; 0 turns ghost caches off."
     )
     zmq_events: str = Field(
         "",
         description="Where routers follow the blocks of executors, over ZeroMQ in vLLM's format, as `127.0.0.1:5557`; "
-        "empty is off. An executor whose name ends with a number adds it to the port.",
+        "empty is off. A number at the end of an executor's name is added to the port.",
     )
     zmq_replays: str = Field(
-        "", description="Where they ask for what they missed, likewise, as `127.0.0.1:6557`; empty is nowhere."
+        "",
+        description="Where routers request events that they missed, as `127.0.0.1:6557`; empty is off. A number at the "
+        "end of an executor's name is added to the port.",
     )
     zmq_topic: str = Field(
-        "", description="Topic of these events, in which {executor_id} and {model} stand for those of the executor."
+        "",
+        description="Topic of these events; {executor_id} and {model} are replaced by the executor's id and model.",
     )
     zmq_token_ids: bool = Field(
         False,
-        description="Send token ids with these events, for routers that hash them. They are prompts and answers in "
-        "clear, and all that reach the address can read them.",
+        description="Send token ids with these events, for routers that hash token ids. Token ids are prompts and "
+        "answers in clear text, which everyone who reaches the address can read.",
     )
     redis_flush_seconds: float = Field(0.05, gt=0, description="Time between writes of index changes to Redis.")
     redis_max_pending: int = Field(
-        200_000, gt=0, description="Most changed blocks that wait for Redis; beyond it the whole index is copied later."
+        200_000,
+        gt=0,
+        description="Limit on changed blocks that wait for Redis; beyond the limit, an executor's whole index is "
+        "written later.",
     )
     key_index: bool = Field(
         False,
-        description="Write an index by key into that Redis, too, for routers that have no view of a cache yet.",
+        description="Also write an index by key to the Redis of KVKEEP_REDIS_URL, for routers that have no view of a "
+        "cache yet.",
     )
     operation_log: Path | None = Field(
         None,
         description="File of all calls that change the state, with token ids, for `python -m cachemgr replay FILE`. "
-        "The file of the start before is renamed to FILE.1, FILE.2 and so on.",
+        "The file of an earlier start is renamed to FILE.1, FILE.2 and so on.",
     )
     drain_seconds: float = Field(10.0, ge=0, description="Longest time that running calls may go on after SIGTERM.")
 

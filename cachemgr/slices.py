@@ -38,12 +38,12 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def read_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the items in parts, each as large as one step looks at."""
+    """Yields the items in lists; one step looks at the items of one list."""
     return _parted(items, LOOKS)
 
 
 def pop_batches(items: list[T]) -> Iterator[list[T]]:
-    """Like `read_batches`, from the end, and empties the list, since garbage collections walk new lists."""
+    """Like `read_batches`, but pops the items from the end of the list, so that garbage collections walk less."""
     while items:
         part = items[-LOOKS:]
         del items[-LOOKS:]
@@ -51,7 +51,7 @@ def pop_batches(items: list[T]) -> Iterator[list[T]]:
 
 
 def write_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the items in parts, each as large as one step changes."""
+    """Yields the items in lists; one step changes the items of one list."""
     return _parted(items, CHANGES)
 
 
@@ -90,7 +90,7 @@ async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], obj
                 found.append(item)
             if not number % _ITEMS and time.perf_counter() >= end:
                 await asyncio.sleep(0)
-                # Checked before it reads on: the object that it reads may have been replaced or removed.
+                # Checked before the read continues: the object that is read may have been replaced or removed.
                 if state() != before:
                     break
                 end = time.perf_counter() + seconds

@@ -69,7 +69,7 @@ class ManagerState:
         self.unfinished_slices: deque[Steps[None]] = deque()
 
     def begin(self) -> float:
-        """Returns the time, after ending leases that are over. Each call that changes something begins with this."""
+        """Ends some leases that are over, and returns the time. Each call that changes something begins with this."""
         self.begun += 1
         self.leases.advance(self.clock())
         return self.leases.now
@@ -80,7 +80,10 @@ class ManagerState:
         return self.number
 
     def number_after(self, spec: ExecutorSpec) -> None:
-        """Skips the numbers of filled slots in lower tiers: the clock may have been set back before this epoch."""
+        """Skips the numbers of filled slots in lower tiers: the clock may have been set back before this epoch.
+
+        Ignores numbers from 2^63 on, which no manager gives.
+        """
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
             if newest >= 1 << 63:
@@ -129,7 +132,7 @@ class ManagerState:
     def filtered(
         self, selected: BlockFilter, field: str = "pool_id"
     ) -> list[tuple[Executor, BlockPool, set[Block] | None]]:
-        """Pools that a filter selects, each with the only blocks that the filter's prefix leaves; None for all.
+        """Pools that a filter selects, each with its executor and the blocks of the filter's prefix, None without one.
 
         `field` names the pool of the filter in errors. Raises InvalidField, UnknownPoolError, UnknownExecutorError.
         """
@@ -179,7 +182,8 @@ class ManagerState:
             raise UnknownSequenceError(f"there is no sequence {sequence_id!r}", fields={field: "is not known"})
         if sequence.void:
             raise VoidSequenceError(
-                f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
+                f"sequence {sequence_id} can only be released",
+                fields={field: "names a sequence that can only be released"},
             )
         return sequence
 

@@ -32,11 +32,11 @@ class ManagerConfig:
     partial_reuse: bool = True
     # Blocks of a lower priority are dropped rather than offloaded.
     offload_min_priority: int = 35
-    # Whether device blocks are copied to empty host slots before they are evicted.
+    # Whether device blocks are copied to empty slots of the next lower tier before they are evicted.
     write_through: bool = True
-    # How many keys of removed blocks are kept, to explain why blocks are missing.
+    # The limit on keys of removed blocks that each pool keeps, to explain why blocks are missing.
     lost_blocks: int = 20_000
-    # Whether the beginning of a longer block is copied. Otherwise, such a block is taken over if it has no reference.
+    # Whether the beginning of a longer block is copied. Otherwise, an unused block without children is taken over.
     copy_on_partial_reuse: bool = True
     # Limits on retention requests; 0 seconds for no limit.
     max_retention_priority: int = 100
@@ -78,8 +78,8 @@ class PoolSpec:
 class ExecutorSpec:
     """What an executor announces: settings, and the contents of its memory.
 
-    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty. So have the generations of a lower tier,
-    which are the tickets of the copies that filled the slots.
+    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty. The generations of a lower tier have an
+    entry per slot of that tier, or are empty: the ticket of the copy that filled the slot.
     """
 
     executor_id: str
@@ -93,7 +93,7 @@ class ExecutorSpec:
     plain_rotary: bool = False
     host_generations: Sequence[Sequence[int]] = ()
     disk_generations: Sequence[Sequence[int]] = ()
-    # The version of the weights that it computes with; empty for the weights of its start.
+    # The version of the weights that the executor computes with; empty for the weights of its start.
     weight_version: str = ""
     # The epoch of the manager whose blocks running steps may still write into; 0 if no step runs.
     steps_manager_epoch: int = 0
@@ -163,7 +163,7 @@ class Outcome(enum.IntEnum):
 
 
 class Receipt(NamedTuple):
-    """The answer to one retention request: the granted values, or the reason of the rejection."""
+    """The answer to one retention request: the granted values, and the reason for a clipping or rejection."""
 
     request: str
     outcome: Outcome
@@ -205,7 +205,7 @@ class AdmitRequest:
     no_store: bool = False
     # Blocks of tiers below this tier are not used.
     lowest_tier: TierKind = TierKind.DISK
-    # How many cached tokens that follow the request's own tokens are wanted.
+    # The limit on cached tokens after the request's own tokens that the answer has.
     max_continuation: int = 0
     # Whether the answer says why the first missing block is missing.
     explain_miss: bool = False
@@ -285,7 +285,7 @@ class SyncRequest:
 
 
 class WindowChange(enum.Enum):
-    """What happened to a longer adaptive window. A window that is taken back counts as returned once it is short."""
+    """What happened to a longer adaptive window. After TAKEN_BACK, the window counts as RETURNED once it is shorter."""
 
     GRANTED = "granted"
     REFUSED = "refused"
@@ -323,7 +323,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool with its counters: free = empty + cached, free + used = total."""
+    """A pool with its counters. Unless the pool still has to shrink, free = empty + cached, and free + used = total."""
 
     pool_id: str
     executor_id: str
@@ -439,7 +439,7 @@ class Removal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Blocks that a tenant or a salt keeps, and may have, in each tier of each pool; None for no limit."""
+    """Blocks that a tenant or salt keeps, and may have, on the device and host of each pool; None for no limit."""
 
     tenant_id: str | None = None
     salt: str | None = None
@@ -467,7 +467,7 @@ class LeftBlocks(NamedTuple):
 class PoolShare(NamedTuple):
     """How many device blocks an operator lets a pool use. `number` is the etag of the pool.
 
-    It is for a pool of `num_blocks` slots; a different number means that the executor was reconfigured.
+    The share is for a pool of `num_blocks` slots; a pool of a different size means that the executor was reconfigured.
     """
 
     pool_id: str
@@ -577,7 +577,11 @@ class ForgetTarget:
 
 @dataclass(slots=True)
 class Forgotten:
-    """The receipt, in blocks: removed per tier; of these, in use, being overwritten; and shared blocks that stay."""
+    """The receipt of a forget, in blocks.
+
+    `removed` counts per tier. Of these, `used_blocks` are still in use, and `zeroing_blocks` are overwritten now.
+    `shared_blocks` stay.
+    """
 
     removed: dict[TierKind, int]
     used_blocks: int = 0
@@ -599,7 +603,11 @@ class HoldView:
 
 
 class BlockEstimate(NamedTuple):
-    """Blocks of one sequence in one group: reusable cached blocks, blocks of its next step, and blocks to its end."""
+    """Blocks of one sequence in one group.
+
+    `reusable`: cached blocks of its prompt. `next_step`: free blocks that its next step takes. `completion`: the most
+    free blocks that the sequence takes until its end.
+    """
 
     group: int
     reusable: int
@@ -647,7 +655,7 @@ class HintOutcome(enum.IntEnum):
 
 
 class HintAnswer(NamedTuple):
-    """The outcome of a hint, and how many blocks it changed."""
+    """The outcome of a hint, and the number of blocks that the hint was applied to."""
 
     action_id: str
     outcome: HintOutcome
@@ -672,7 +680,7 @@ class Miss(NamedTuple):
     """Why the first missing block of a prompt was not used, without information about other tenants.
 
     `removed_ago` is in seconds. `for_own`: a sequence of the same owner got the slot; only then is its id given.
-    `tier`: the tier of a block that is cached too far down.
+    `tier`: the tier of a block that lies in too low a tier, or is still being copied there.
     """
 
     cause: MissCause

@@ -40,13 +40,13 @@ def check_tokens(field: str, token_ids: Sequence[int]) -> array[int]:
 
 
 def check_extra_keys(path: str, extra_keys: Collection[ExtraKey], num_tokens: int) -> None:
-    """Checks that content lies within the tokens, in order and without overlap, in few enough pieces."""
+    """Checks that content lies within the tokens, in order and without overlap; limits pieces and digests."""
     if len(extra_keys) > MAX_EXTRA_KEYS:
         raise InvalidField(path, f"must be at most {MAX_EXTRA_KEYS}")
     end = 0
     for index, extra in enumerate(extra_keys):
         if extra.start < end:
-            raise InvalidField(f"{path}[{index}].start", "must not be before the end of the one before")
+            raise InvalidField(f"{path}[{index}].start", "must not be before the end of the previous piece")
         end = extra.start + extra.length
         if extra.length < 1 or end > num_tokens:
             raise InvalidField(f"{path}[{index}].length", f"must be at least 1 and end within the {num_tokens} tokens")

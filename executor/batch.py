@@ -36,12 +36,12 @@ class AdapterSpan:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One running sequence. Four lengths in tokens: kept <= computed <= known <= the capacity of its block tables.
+    """One running sequence. Three lengths in tokens: kept <= computed <= known. Its block tables hold the kept tokens.
 
     tokens: the ids it joined with, [joined] int64; later ids are on the device only.
     known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
     kept: computed tokens that were not evicted: they use the first `kept` slots. reuse_position: a free position among
-    those slots that the next token fills; None for none. row: where the device keeps its last token.
+    the first kept + 1 slots, which the next token fills; None for none. row: where the device keeps its last token.
     tables: per layer group, the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
     adapter: its adapter in the model's prepared form, None for none. A sequence keeps an adapter that is unloaded.
     policy: its token eviction policy. evicts: whether it has begun to evict. compacted: whether the kept tokens get new
@@ -136,7 +136,7 @@ class DeviceBatch:
     token_ids: [T] int64. input_token_rows: [T] int64, the row of `last_tokens` with a token's id, -1 if token_ids has
     it. positions: [T] int64, by which queries and keys are rotated. slot_mappings: per layer group, [T] int64, where
     keys and values are stored. paged: per layer group. rows: [R] int64, packed indices of the tokens whose logits are
-    wanted. output_token_rows: [R] int64, the rows of `last_tokens` for the tokens sampled from these logits.
+    wanted. output_token_rows: [S_R] int64, for each row that samples: the row of `last_tokens` for the sampled token.
     last_tokens: [rows of the sequence table] int64. scored: None if no attention scores are wanted.
     adapters: spans that do not overlap, in order. row_adapters: the spans in terms of `rows` only.
     """
@@ -163,13 +163,14 @@ class DeviceBatch:
 class HostBatch:
     """What a step computes, on the host; its arrays as in DeviceBatch.
 
-    cache_positions: [T] int64, each token's position along its sequence's block tables, which differs from its position
-    in the sequence once tokens were evicted. query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
+    cache_positions: [T] int64, how many kept tokens each token follows. This is the token's position along its block
+    tables, unless the token reuses a slot; after an eviction, its position in the sequence is larger.
+    query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
     tables: per layer group, [S, M] int32. sampling: the sequences whose last known token is computed now; each has a
     row for that token and one for each of its drafts.
     written_slots: per layer group, [T] int64, the slots of the blocks that get new tokens. prompts: sequences whose
-    prompts are scored, in order; each states how many of the `rows` are its own, which do not sample. sample_rows:
-    [S_R] int64, indices into `rows` of the rows that sample; None for all.
+    prompts are scored, in order; each states which of the `rows` are its own, which do not sample. sample_rows: [S_R]
+    int64, indices into `rows` of the rows that sample; None for all.
     last_tokens: [rows of the sequence table] int64 on the device. scored: the sequences whose scores are wanted.
     """
 
@@ -320,8 +321,8 @@ def build_batch(
     owner = np.arange(len(sequences)).repeat(query_lens)
     steps = np.arange(total) - query_start[owner]
     cache_positions = kept[owner] + steps
-    # An eviction may leave one slot in the middle free. The sequence's only new token is stored there and attends to
-    # all slots, so the slot of a token does not follow from the sequence's length.
+    # An eviction may leave one slot in the middle free. The sequence's only new token is stored there, not at the end,
+    # and attends to all slots.
     write_positions = cache_positions.copy()
     for index, sequence in enumerate(sequences):
         if sequence.reuse_position is not None:
@@ -382,7 +383,7 @@ def build_batch(
 
 
 def _scored_prompts(sequences: Sequence[SequenceState], query_start: Int64s) -> list[ScoredPrompt]:
-    """Returns the prompt tokens after computed tokens, for prompts whose log-probabilities are wanted."""
+    """Returns the prompt tokens that follow tokens of this batch, for prompts whose log-probabilities are wanted."""
     prompts = []
     for index, sequence in enumerate(sequences):
         if sequence.sampling.num_prompt_logprobs is None:

@@ -24,13 +24,13 @@ class UnsuitableError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an exception's first line, for a message of one line; its type if it has no text."""
+    """Returns an exception's type and the first line of its text, on one line; only the type if there is no text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].strip().rstrip('.;:')}" if lines else type(error).__name__
 
 
 class CacheFileError(Exception):
-    """A lower tier's file cannot be opened; the message is one sentence for operators and names the setting."""
+    """A lower tier's file cannot be opened or has no space; the message is one sentence and names the setting."""
 
 
 class BrokenStorageError(CacheFileError):
@@ -38,7 +38,7 @@ class BrokenStorageError(CacheFileError):
 
 
 class AdapterError(ServiceError):
-    """An adapter's files cannot be used with this model; the message names the file and the field."""
+    """An adapter's files cannot be used with this model; the message says why."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_ADAPTER"
@@ -66,7 +66,7 @@ class UnknownAdapterError(ServiceError):
 
 
 class AdaptersFixedError(ServiceError):
-    """The executor's settings allow no loading at run time."""
+    """The executor's settings allow no loading or unloading of adapters at run time."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "ADAPTERS_FIXED"
@@ -87,7 +87,7 @@ class WeightsError(ServiceError):
 
 
 class GrammarError(ServiceError):
-    """The form of an output cannot be compiled; the message says where it is wrong."""
+    """The form of an output cannot be compiled; the message says why and, for a JSON Schema, where if that is known."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_GRAMMAR"
@@ -98,7 +98,7 @@ class ExecutorError(ServiceError):
 
 
 class InvalidStepError(ExecutorError):
-    """A step contradicts itself or the pools; no part of it was applied."""
+    """A step contradicts itself, the model or the pools, or a form is missing or wrong; no part of it was applied."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_STEP"
@@ -112,7 +112,7 @@ class UnknownSequenceError(ExecutorError):
 
 
 class CapacityExceededError(ExecutorError):
-    """A sequence would compute tokens that its block tables have no slots for; nothing was applied."""
+    """A sequence would compute tokens beyond its block tables' slots or the model's positions; nothing was applied."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "CAPACITY_EXCEEDED"
@@ -147,7 +147,7 @@ class WrongExecutorEpochError(ExecutorError):
 
 
 class ExecutorInUseError(ExecutorError):
-    """The executor runs steps for another scheduler, which the cache manager has registered."""
+    """The executor runs steps for another scheduler, whose lease with the cache manager may still be valid."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "EXECUTOR_IN_USE"
@@ -161,7 +161,10 @@ class SessionReplacedError(ExecutorError):
 
 
 class SchedulerLeftError(ExecutorError):
-    """The scheduler's lease has ended since it opened the session: its blocks may belong to other schedulers."""
+    """The scheduler's lease has ended since it opened the session, so that its blocks may belong to other schedulers.
+
+    Also if the cache manager has started again and the scheduler has not registered with it in time.
+    """
 
     code = grpc.StatusCode.ABORTED
     reason = "SCHEDULER_LEFT"

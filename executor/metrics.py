@@ -9,7 +9,9 @@ from prometheus_client.registry import Collector
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 STEP_SECONDS = Histogram("kvkeep_executor_step_seconds", "Time of a step's work on the device.", buckets=_BUCKETS)
-IDLE_SECONDS = Counter("kvkeep_executor_idle_seconds", "Idle time of the device between steps.")
+IDLE_SECONDS = Counter(
+    "kvkeep_executor_idle_seconds", "Idle time of the device between steps, and while steps waited for copies."
+)
 TOKENS = Counter("kvkeep_executor_tokens", "Tokens computed.")
 SAMPLED = Counter("kvkeep_executor_sampled_tokens", "Tokens sampled.")
 DRAFTED = Counter("kvkeep_executor_drafted_tokens", "Drafted tokens computed.")
@@ -26,7 +28,7 @@ WEIGHT_BYTES = Gauge("kvkeep_executor_weight_bytes", "Bytes of the model's matri
 
 
 class KindSeconds(Collector):
-    """Time of steps by phase, read when Prometheus asks: steps pay nothing for it."""
+    """Time of steps by kind of work, read when Prometheus asks: steps pay nothing for this metric."""
 
     def __init__(self, seconds: Callable[[], dict[str, float]], registry: CollectorRegistry = REGISTRY) -> None:
         self._seconds = seconds
@@ -34,7 +36,9 @@ class KindSeconds(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The counters, one per kind."""
-        family = CounterMetricFamily("kvkeep_executor_kind_seconds", "Time of a CPU's steps by kind.", labels=["kind"])
+        family = CounterMetricFamily(
+            "kvkeep_executor_kind_seconds", "Time of steps in compiled CPU code by kind of work.", labels=["kind"]
+        )
         for kind, seconds in self._seconds().items():
             family.add_metric([kind], seconds)
         yield family

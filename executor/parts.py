@@ -91,7 +91,7 @@ def load(settings: ExecutorSettings, started: float) -> Loaded:
     sizes = block_bytes(model.groups, settings.block_size, cache_dtype)
     drafting = device.type == "cpu" and settings.max_drafts > 0
     if settings.max_drafts and not drafting:
-        log.warning("running without drafts", cause="steps are launched before the tokens of the last one are known")
+        log.warning("running without drafts", cause="steps are launched before the previous step's tokens are known")
     draft = None
     if settings.draft_model and drafting:
         draft = _load_draft(settings, device, model, tokenizer)
@@ -135,7 +135,7 @@ def load(settings: ExecutorSettings, started: float) -> Loaded:
 
 
 def _load(source: str, settings: ExecutorSettings, device: torch.device) -> tuple[ModelFiles, Model, TokenizerFiles]:
-    """Loads the model. Raises ModelError."""
+    """Loads a model and its tokenizer. Raises ModelError."""
     files = find(source, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
@@ -155,7 +155,7 @@ def _make_invariant(model: Model) -> None:
     if not isinstance(model.forward, CpuModel):
         setting = variable(ExecutorSettings, "batch_invariant")
         raise ModelError(
-            f"{setting}: {model.name} does not run in compiled code here, and only that is batch invariant"
+            f"{setting}: {model.name} does not run in compiled code here, and only compiled code is batch invariant"
         )
     model.forward.decoder.invariant = True
 
@@ -183,7 +183,7 @@ def build(
     set_serving: Callable[[bool], None],
     device_lost: Callable[[], None],
 ) -> Parts:
-    """Puts the parts together, and warms the model up. In the event loop that runs them.
+    """Puts the parts together, and warms the model up. Must be called in the event loop that runs the parts.
 
     Raises ModelError for adapters that do not fit, and CacheFileError for files of tiers that cannot be opened.
     """
@@ -257,7 +257,7 @@ async def serve(settings: ExecutorSettings, started: float) -> int:
         loop.call_soon_threadsafe(lost.set)
         signal.raise_signal(signal.SIGTERM)
 
-    # Nothing else refers to the loaded model: its weights are freed once other weights have replaced them.
+    # Deleted below: only the runner may refer to the model, so that weights are freed once other weights replace them.
     loaded = load(settings, started)
     server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
     parts = build(settings, loaded, tier_files, set_serving=server.set_serving, device_lost=device_lost)
@@ -274,7 +274,7 @@ async def serve(settings: ExecutorSettings, started: float) -> int:
     signals = StopSignals()
     await server.start()
     parts.worker.start()
-    # These tasks end by themselves only because of a bug; then the process must end, too.
+    # The process must end with these tasks: the watchdog ends once it has given up, the client only because of a bug.
     tasks = [asyncio.create_task(parts.client.run()), asyncio.create_task(parts.watchdog.run())]
     for task in tasks:
         task.add_done_callback(_end_unless_cancelled)

@@ -12,8 +12,8 @@ from executor.models.chat_template import read_template
 from executor.settings import ExecutorSettings
 from protos.rpc.settings import variable
 
-# Each driver of a GPU that torch calls "cuda" has one of these: NVIDIA's (whose devices may be created by the first
-# program that uses them), the one for Linux in Windows, Jetson's and AMD's.
+# Each driver of a GPU that torch calls "cuda" has one of these files: NVIDIA's, the driver for Linux in Windows (WSL),
+# Jetson's and AMD's. NVIDIA has two, since the first program that uses its devices may create the device files.
 _DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvmap", "/dev/kfd")))
 
 

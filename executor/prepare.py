@@ -19,7 +19,7 @@ def _say(line: str) -> None:
 if __name__ == "__main__":
     process_parser(
         "python -m executor.prepare",
-        "Makes ahead of the executor's first start what it would make: the files of the configured model, whose\n"
+        "Makes in advance what the executor's first start would make: the files of the configured model, whose\n"
         "folder is printed, and the decoder compiled for this machine.",
     ).parse_args()
     settings = settings_from(os.environ)

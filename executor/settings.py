@@ -23,7 +23,7 @@ class ExecutorSettings(ProcessSettings):
     executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
     model: str = Field("", description="Folder, GGUF file or hub id; empty is SmolLM2-135M-Instruct.")
     chat_template: Path | None = Field(
-        None, description="File with a chat template in Jinja; empty is the one of the model."
+        None, description="File with a chat template in Jinja; empty is the model's template."
     )
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -89,7 +89,7 @@ class ExecutorSettings(ProcessSettings):
     max_adapter_rank: int = Field(64, ge=1, le=1024, description="Largest rank of an adapter.")
 
     host_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the host tier, also as `8GiB`; 0 is none.")
-    host_cache_dir: Path = Field(Path("/dev/shm/kvkeep"), description="Folder of the host tier's file: memory.")  # noqa: S108
+    host_cache_dir: Path = Field(Path("/dev/shm/kvkeep"), description="Folder of the host tier's file, in memory.")  # noqa: S108
     disk_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the disk tier; 0 is none.")
     disk_cache_dir: Path | None = Field(
         None, description="Folder of the disk tier's file; empty is `blocks` in the cache folder."

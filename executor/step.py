@@ -71,7 +71,7 @@ class Sampling:
 
     @property
     def restricts(self) -> bool:
-        """Whether logits of tokens that are not penalised differ from the model's."""
+        """Whether a grammar, biases, or allowed or forbidden tokens change the logits."""
         return bool(self.grammar or self.logit_bias or self.min_tokens or self.bad_token_ids or self.allowed_token_ids)
 
     @property
@@ -168,7 +168,7 @@ class Step:
 
     @property
     def tickets_within_device(self) -> tuple[int, ...]:
-        """Tickets of its copies that run in the order of the device's work."""
+        """Tickets of the step's copies that run in the order of the device's work."""
         return tuple(copy.ticket for copy in self.copies if copy.within_device)
 
 
@@ -176,7 +176,7 @@ class Step:
 class Logprobs:
     """Log-probabilities of one token and of the most likely ones, best first.
 
-    rank: how many tokens, including itself, are at least as likely; 0 if not asked for.
+    rank: of a prompt token, how many tokens, including itself, are at least as likely; 0 for a sampled token.
     """
 
     logprob: float
@@ -220,10 +220,10 @@ class Evicted:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The output of a step. Times in seconds.
+    """The output of a step. Times in seconds; time that the step waited for copies is idle time, not compute time.
 
     windows: sequence -> tokens that its adaptive window is to have, if the step asked.
-    tickets: its copies within the device. copied, failed: onloads that have ended since the previous output.
+    tickets: the step's copies within the device. copied, failed: onloads that have ended since the previous output.
     block_times: seconds to copy a block from a lower tier to the device, as far as known.
     sampled: in the order of each sequence's tokens. num_drafts: drafted tokens among num_tokens.
     wanted_drafts: sequence -> drafted tokens that are worth their computation in its next step.

@@ -12,7 +12,7 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def to_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
-    """Returns a tensor on the device; on a CPU, it shares the memory of `values`."""
+    """Returns a tensor on the device; on a CPU, it shares the memory of a contiguous array."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -43,7 +43,7 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
-    """Raise ValueError unless the caches are contiguous and alike, with a power of two as block size."""
+    """Raise ValueError unless the caches are contiguous and alike, with a power of two from 2 on as block size."""
     check_shape("k_cache", k_cache, [None] * layout.count(",") + [None], layout)
     check_shape("v_cache", v_cache, k_cache.shape, layout)
     check_like("v_cache", v_cache, "k_cache", k_cache)
@@ -62,7 +62,7 @@ def check_query(query: Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def check_lse(lse: Tensor, query: Tensor) -> None:
-    """Raise ValueError unless `lse` can hold a float32 number for each row and head of query [T, Hq, D]."""
+    """Raise ValueError unless `lse` is [T, Hq] float32, contiguous and on the device of query [T, Hq, D]."""
     check_shape("lse", lse, query.shape[:2], "[T, Hq]")
     check_dtype("lse", lse, float32)
     check_device("lse", lse, "query", query)

@@ -12,11 +12,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr):
-    """The sequence whose tile it is, where sequence s has the tiles from query_start[s] // TILE_TOKENS + s on.
+    """The sequence of a tile; `sequences` for a tile after the last sequence.
 
-    These are as many as its rows need, or one more; their number in all is known without a look at the lengths.
-    `sequences` where the tile is behind all of them. Counts the sequences that end at or before the tile, 128 at once:
-    halving would wait for memory once per half.
+    Sequence s has the tiles from query_start[s] // TILE_TOKENS + s on: as many as its rows need, or one more. So the
+    total number of tiles does not depend on the lengths. Counts the sequences that end at or before the tile, 128 at
+    once: a binary search would wait for memory in each of its steps.
     """
     count = 0
     for first in range(1, sequences + 1, 128):
@@ -29,11 +29,12 @@ def sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr
 
 @triton.jit
 def quantized(x, scale, DTYPE: tl.constexpr):
-    """x / scale in DTYPE, int8 or float8e4nv: the nearest value, of two the even one, at most the largest there is."""
+    """x / scale in DTYPE, int8 or float8e4nv: clamped to its range and rounded to nearest, ties to even."""
     x = tl.div_rn(x.to(tl.float32), scale)
     if tl.int8 == DTYPE:
         x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-        # From 2**23 on floats are whole numbers, so that the sum rounds; 1.5 times that keeps negative ones there.
+        # Floats from 2**23 to 2**24 are the whole numbers, so the sum is rounded. 1.5 * 2**23 keeps sums with negative
+        # numbers in this range, too.
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(DTYPE)
 
@@ -47,7 +48,7 @@ def scaled(x, scale_ptr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    # The quotient loses its digits near zero, where the series has them.
+    # Near zero, the difference in the quotient cancels most digits; the series keeps them.
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x

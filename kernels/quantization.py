@@ -1,7 +1,7 @@
-"""8-bit caches: each number of a KV head has one fixed scale for keys and one for values.
+"""8-bit caches: each channel of a KV head has one fixed scale for keys and one for values.
 
-Keys have outliers: some of a head's numbers are many times as large as the others, in every token. What is stored is
-x / scale, rounded to the nearest value of the type (of two, the even one) and at most its largest.
+Keys have outliers: some channels of a head are many times as large as the others, in every token. What is stored is
+x / scale, clamped to the range of the type and rounded to nearest, ties to even.
 """
 
 import torch
@@ -17,7 +17,10 @@ FLOAT8_CAPABILITY = (8, 9)
 def check_quantization(
     name: str, activations: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """Raise ValueError unless the activations' dtype and the scales [Hkv, D] float32 fit caches [..., Hkv, D]."""
+    """Raise ValueError unless activations and scales [Hkv, D] float32 fit caches [..., Hkv, D] in dtype and device.
+
+    Also raises ValueError for float8_e4m3fn caches on a device that does not convert this type.
+    """
     check_scales(k_cache, k_scale, v_scale)
     if k_cache.dtype not in LARGEST:
         check_like(name, activations, "k_cache", k_cache)
@@ -28,7 +31,7 @@ def check_quantization(
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raise ValueError unless caches [..., Hkv, D] of 8 bits have scales [Hkv, D] float32, and others have none."""
+    """Raise ValueError unless 8-bit caches have scales [Hkv, D] float32 on their device, and other caches have none."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_cache.dtype not in LARGEST:
             if scale is not None:
@@ -58,7 +61,7 @@ def float8_obstacle(device: torch.device) -> str:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., Hkv, D] over scale [Hkv, D], as `dtype` holds it."""
+    """x [..., Hkv, D] over scale [Hkv, D], clamped and rounded to `dtype`, int8 or float8_e4m3fn."""
     scaled = (x.float() / scale).clamp(*LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 class ScoreAccumulator:
     """Where weights are summed: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
 
-    A slot from `first` on gets the maximum of itself and the `width` - 1 slots after it. With one row per layer, this
-    is the maximum of the weights summed over KV heads.
+    A step adds to each slot from `first` on the maximum weight of this slot and the `width` - 1 slots after it. Earlier
+    slots do not change. With one row per layer, the weights are summed over KV heads before the maximum.
     """
 
     sums: Tensor
@@ -22,8 +22,8 @@ class ScoreAccumulator:
 class SequenceScores:
     """The softmax weights of a sequence's last `rows` queries of a step, over all T slots in use after the step.
 
-    weights: [L, Hkv, T] float32, summed over these queries and over the query heads of a KV head. squares: likewise
-    the sums of the squared weights; None if no policy asks. sequence: its index in the batch.
+    weights: [L, Hkv, T] float32, summed over these queries and over the query heads of a KV head. squares: the
+    sums of the squared weights, like `weights`; None if no policy needs them. sequence: its index in the batch.
     accumulator: where the forward pass sums the weights itself; None if it does not.
     """
 

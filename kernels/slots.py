@@ -7,7 +7,7 @@ from kernels.checks import check_device, check_dtype
 
 
 def check_slots(name: str, slots: Tensor, k_cache: Tensor) -> None:
-    """Raise ValueError unless `slots` is [1 or L, 1 or Hkv, n] int64 beside k_cache [L, N, B, Hkv, D]."""
+    """Raise ValueError unless `slots` is [1 or L, 1 or Hkv, n] int64, on the device of k_cache [L, N, B, Hkv, D]."""
     layers, kv_heads = k_cache.shape[0], k_cache.shape[3]
     if slots.dim() != 3 or slots.shape[0] not in (1, layers) or slots.shape[1] not in (1, kv_heads):
         wanted = f"[1 or {layers}, 1 or {kv_heads}, any]"
@@ -19,7 +19,8 @@ def check_slots(name: str, slots: Tensor, k_cache: Tensor) -> None:
 def as_rows(cache: Tensor, heads: int) -> Tensor:
     """cache [L, N, B, Hkv, D] as [L * N * B * heads, W] integers, a row for each `heads`-th part of a slot.
 
-    Of 64 bits if a row can be split so: torch selects no float8 on a CPU, and copies few wide elements faster.
+    int64 if the bytes of a row are a multiple of 8, since few wide elements are copied faster; else int8. Integers,
+    since torch cannot index float8 on a CPU.
     """
     rows = cache.view(-1, cache.shape[3] // heads * cache.shape[4])
     return rows.view(torch.int64 if rows.shape[1] * rows.element_size() % 8 == 0 else torch.int8)

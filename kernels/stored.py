@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Types whose blocks the compiled decoder computes with as they are.
+# Types whose blocks the compiled decoder keeps as codes.
 CODES = ("Q4_0", "Q4_1", "Q8_0")
 # Numbers dequantised at a time, so that the intermediate results stay in a processor's cache.
 _CHUNK = 1 << 19
@@ -20,7 +20,7 @@ _CHUNK = 1 << 19
 class StoredRows:
     """One tensor of a file: `data` is [n, bytes of a row] uint8 in ggml's type `kind`; a row has `columns` numbers.
 
-    order: [n] int64, which stored row is row i; None if rows are stored in order.
+    order: [n] int64, row i is stored as row order[i]; None if rows are stored in order.
     """
 
     data: Tensor
@@ -49,7 +49,7 @@ class StoredMatrix:
 
     @property
     def codes(self) -> str | None:
-        """The type of all blocks, if it is one that the compiled decoder computes with; else None."""
+        """The type of all blocks, if they have one type and the compiled decoder keeps its codes; else None."""
         kinds = {part.kind for part in self.parts}
         return kinds.pop() if len(kinds) == 1 and kinds <= set(CODES) else None
 

@@ -15,10 +15,11 @@ M_co = TypeVar("M_co", bound=Matrix, covariant=True, default=Tensor)
 
 @dataclass(frozen=True)
 class LayerWeights(Generic[M_co]):
-    """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
+    """One layer: RMSNorm and attention, RMSNorm and gated SiLU, with a residual connection around each pair.
 
-    input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
-    bias; out: [H, Hq D]; gate_up: [2 I, H], the gate above; down: [H, I]. group: its layer group.
+    input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H]; qkv_bias:
+    [(Hq + 2 Hkv) D]; out: [H, Hq D]; gate_up: [2 I, H], rows of the gate first; down: [H, I]. group: index of the layer
+    group. None: the layer has no such bias or norm.
     """
 
     input_norm: Tensor

@@ -64,8 +64,8 @@ def kvctl(
 
     Every verb says more about itself: kvctl VERB --help. The addresses of the services come from KVCTL_SERVER or from
     the stack's own variables, KVKEEP_CACHEMGR_ADMIN_ADDRESS and so on. Several cache managers are named with commas
-    between them, or learned from a router: KVCTL_ROUTER. Then verbs are about all cache managers, unless --server, a
-    pool or an executor names one.
+    between them, or learned from a router: KVCTL_ROUTER. Then a verb asks all cache managers, unless --server, a
+    pool or an executor selects a single cache manager.
     """
     if own_version:
         typer.echo(f"kvctl {program_version()}")

@@ -32,7 +32,10 @@ class Remote(Generic[S]):
             raise command_error(from_rpc_error(error), self.address) from None
 
     def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
-        """Messages of a stream within `seconds`. ends: the end of the time is no error. Raises CommandError."""
+        """Yields the messages of a stream. Raises CommandError.
+
+        seconds: time limit; None for no limit. ends: the time limit ends the stream without an error.
+        """
         call, begun = method(request, timeout=seconds), False
         try:
             for message in call:
@@ -49,7 +52,10 @@ class Remote(Generic[S]):
             call.cancel()
 
     def all_pages(self, method: Callable[..., R], request: Any, items: str, limit: int = 0) -> R:
-        """The pages of a listing as one answer. items: the field with the items. limit: the most items, 0 for all."""
+        """The pages of a listing as one answer. Raises CommandError.
+
+        items: the field with the items. limit: the most items, 0 for all.
+        """
         whole: Any = None
         while True:
             left = limit - len(getattr(whole, items)) if limit and whole is not None else limit

@@ -105,7 +105,10 @@ class Session:
 
     @functools.cached_property
     def shards(self) -> list[Shard]:
-        """The cache managers: the named ones, else the cache managers of the router's engines. Raises CommandError."""
+        """The cache managers that --server names, else the cache managers of the router's engines.
+
+        Raises typer.BadParameter, CommandError.
+        """
         if self._server:
             named = addresses_of(self._server, "--server")
             if not named:
@@ -129,7 +132,10 @@ class Session:
 
     @functools.cached_property
     def unknown(self) -> dict[str, CommandError]:
-        """Engines of the router whose shard is not known, if the router names the shards. Raises CommandError."""
+        """Errors by engine, for engines whose shard the router does not know; empty if --server names the shards.
+
+        Raises CommandError.
+        """
         if self._server:
             return {}
         return {
@@ -142,7 +148,7 @@ class Session:
 
     @property
     def shard(self) -> Shard:
-        """The cache manager, for verbs that are about a single one. Raises CommandError if there are several."""
+        """The only cache manager. Raises typer.BadParameter if there are several, CommandError if none is known."""
         if len(self.shards) > 1:
             listed = ", ".join(shard.address for shard in self.shards)
             raise typer.BadParameter(f"name one of the shards: {listed}", param_hint="--server")
@@ -161,11 +167,11 @@ class Session:
 
     @functools.cached_property
     def engines(self) -> generation_pb2.ListEnginesResponse:
-        """The engines of the router at the first look. Raises CommandError."""
+        """The engines of the router, asked once. Raises typer.BadParameter without a router, CommandError."""
         return self.list_engines()
 
     def list_engines(self) -> generation_pb2.ListEnginesResponse:
-        """The engines of the router now. Raises CommandError."""
+        """The engines of the router now. Raises typer.BadParameter without a router, CommandError."""
         if not self.router_address:
             raise typer.BadParameter("name the router", param_hint="--router")
         router = self._remote(self.router_address, generation_rpc.RouterServiceStub)
@@ -182,7 +188,7 @@ class Session:
         return self._remote(self._scheduler, generation_rpc.GenerationServiceStub)
 
     def operation(self, address: str = "") -> Remote[generation_rpc.SchedulerAdminServiceStub]:
-        """A scheduler's service for operators."""
+        """A scheduler's service for operators. address: of the scheduler; by default the scheduler of the session."""
         return self._remote(address or self._scheduler, generation_rpc.SchedulerAdminServiceStub)
 
     def cachemgr(self, address: str) -> Remote[kvcache_rpc.CacheManagerServiceStub]:
@@ -190,7 +196,7 @@ class Session:
         return self._remote(address, kvcache_rpc.CacheManagerServiceStub)
 
     def at(self, address: str) -> grpc.Channel:
-        """The channel to an address; the end of the session closes it."""
+        """The channel to an address, which the end of the session closes. Raises CommandError for a bad address."""
         if address not in self._channels:
             try:
                 channel = open_sync_channel(address, self.security)
@@ -299,7 +305,7 @@ def verb(
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Asks before blocks, rules or quotas are lost. Raises CommandError if the answer is no, or without a terminal."""
+    """Asks before a verb acts, unless `yes`. Raises CommandError if the answer is no, or without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -318,10 +324,10 @@ def ask_confirmed(
     executor: str = "",
     pool: str = "",
 ) -> Answers[T]:
-    """The answers of calls that lose something: first a dry run, then, unless `dry_run`, the call after a confirmation.
+    """Makes a dry run on the shards and then, unless `dry_run`, the calls after a confirmation; returns the answers.
 
-    call: takes a shard and whether to change nothing. question: takes the answer to the dry run; empty for none. A
-    shard without a match is no failure if another shard has a match. Raises CommandError.
+    call: takes a shard and whether to change nothing. question: makes a question from the answer to a dry run; an empty
+    text needs no confirmation. A shard without a match is no failure if another shard has a match. Raises CommandError.
     """
     answers = session.ask(lambda shard: call(shard, True), executor=executor, pool=pool).leave_out_missing()
     if dry_run:

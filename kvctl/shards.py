@@ -38,7 +38,7 @@ class Shard:
         return self.admin.all_pages(self.admin.stub.ListQuotas, pb.ListQuotasRequest(), "quotas")
 
     def rules(self) -> pb.ListRetentionRulesResponse:
-        """All rules in the order in which they are asked. Raises CommandError."""
+        """All rules in the order in which they are matched. Raises CommandError."""
         return self.admin.all_pages(self.admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules")
 
     def holds(self) -> pb.ListHoldsResponse:
@@ -85,7 +85,7 @@ class Answers(Generic[T]):
         return self
 
     def data(self, of: Callable[[T], Data]) -> Data:
-        """The answers for programs: a single shard's answer as it is, several answers by address, with the errors."""
+        """The answers for programs: a single shard's answer alone; several answers by address, with the errors."""
         if not self.several:
             [answer] = self.by_shard.values()
             return of(answer)
@@ -107,7 +107,10 @@ class Answers(Generic[T]):
         return names(columns, [item for answer in self.by_shard.values() for item in items(answer)])
 
     def paragraphs(self, text: Callable[[T, str], str]) -> str:
-        """The answers in words, one after the other. text: of an answer and its shard, empty if there is one shard."""
+        """The answers in words, one after the other.
+
+        text: makes the words from an answer and its shard's address, which is empty if only one shard was asked.
+        """
         parts = (text(answer, address if self.several else "") for address, answer in self.by_shard.items())
         return "\n\n".join(parts)
 

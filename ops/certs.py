@@ -114,9 +114,9 @@ def _host(host: str) -> x509.GeneralName:
 def main() -> int:
     """Makes the files; returns the exit status."""
     parser = argparse.ArgumentParser(description="Makes a test CA and certificates of the processes.")
-    parser.add_argument("folder", type=Path, help="where they go")
+    parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument("--host", action="append", default=[], help="another name or address of the machines")
-    parser.add_argument("--days", type=int, default=365, help="how long they are valid")
+    parser.add_argument("--days", type=int, default=365, help="how long the certificates are valid")
     asked = parser.parse_args()
     if (asked.folder / "ca.key").exists():
         print(f"{asked.folder} has certificates already", file=sys.stderr)

@@ -12,7 +12,8 @@ from typing import IO, Protocol
 KILL_SECONDS = 5.0
 TAIL_LINES = 20
 
-# Runs in the child, because a preexec_fn is not safe beside threads: sends a signal when the parent dies.
+# Runs in the child before the command, because a preexec_fn is not safe with threads: has Linux signal the child when
+# the parent dies.
 _BOUND = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
@@ -34,9 +35,9 @@ class Running(Protocol):
 
 
 class Child:
-    """A command as a process. Start it from the main thread: to Linux, the end of the starting thread ends the parent.
+    """A command as a process, which gets `orphan_signal` when its parent dies.
 
-    `orphan_signal` is the signal that the process gets when the parent dies.
+    Start the process from a thread that lives as long as the parent: Linux sends the signal when this thread ends.
     """
 
     def __init__(

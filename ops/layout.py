@@ -117,7 +117,7 @@ def moved(address: str, by: int, variable: str) -> str:
     try:
         return addresses.moved(address, by)
     except ValueError as error:
-        raise LayoutError(f"{variable}: {error}: choose a smaller one") from None
+        raise LayoutError(f"{variable}: {error}: choose a smaller port") from None
 
 
 def listening(processes: Iterable[Process]) -> Iterator[tuple[Process, str, str]]:

@@ -13,7 +13,7 @@ PLAIN_SECONDS = 15.0
 
 
 class Progress:
-    """Steps one after another, each with its elapsed time and a note about its present work."""
+    """Steps one after another, each with its elapsed time and a note about its current work."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -21,7 +21,7 @@ class Progress:
         self._note = ""
 
     def note(self, text: str) -> None:
-        """Shows the present work of the step; an empty text changes nothing."""
+        """Shows the current work of the step; an empty text changes nothing."""
         self._note = text or self._note
 
     @contextlib.contextmanager

@@ -41,7 +41,8 @@ CPUS = 1.0
 LOOK_SECONDS, PROBE_SECONDS = 1.0, 5.0
 # Members of a busy node answer late. A member that is killed does not drain.
 STOP_ANSWER_SECONDS = 10.0
-# The address of Ray and all members if Ray runs only on this machine. Ray replaces 127.0.0.1 by an address for others.
+# The address of Ray and all members if Ray runs only on this machine. Ray would replace 127.0.0.1 by an
+# address that other machines can reach.
 LOCAL_HOST = "127.0.0.2"
 
 
@@ -74,7 +75,7 @@ def scale(plan: Plan, engines: int, routers: int) -> None:
         if differences := plan.differences(status.plan):
             raise LayoutError(
                 f"{name} of the fleet that runs has other settings ({', '.join(differences)}): "
-                "give the same ones, or end that fleet with --stop"
+                "give the same settings, or end that fleet with --stop"
             )
     if there and not said:
         raise LayoutError("no member of the fleet that runs answers: try it again, or end that fleet with --stop")
@@ -245,7 +246,7 @@ def connect(given: argparse.Namespace) -> bool:
     if find_cluster():
         return False
     if given.stop:
-        raise LayoutError("no Ray cluster runs on this machine: RAY_ADDRESS names one elsewhere")
+        raise LayoutError("no Ray cluster runs on this machine: RAY_ADDRESS can name a cluster elsewhere")
     if "RAY_AUTH_MODE" not in os.environ:
         # Without a token, Ray runs any code for everybody who reaches its ports. Ray reads this variable at its import.
         own = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}

@@ -78,8 +78,8 @@ class Plan:
 class Status:
     """A member's report about itself.
 
-    addresses: where its processes listen, by setting; empty until they are started. pending: empty after all of them
-    serve, else the next event, for people. stop_seconds: the time that they may take to end.
+    addresses: where its processes listen, by setting; empty until they are started. pending: empty after all
+    processes serve, else the next event, for people. stop_seconds: the time that the processes may take to end.
     """
 
     plan: Plan
@@ -204,10 +204,10 @@ class Member:
             while not self._stopping.is_set():
                 self._run()
         except ServiceFailedError as error:
-            self._pending = f"to be started anew: {error}"
+            self._pending = f"to be restarted: {error}"
             print(f"{self._name}: {error}", *error.service.process.tail(), sep="\n", flush=True)
         except BaseException as error:
-            self._pending = f"to be started anew: {error}"
+            self._pending = f"to be restarted: {error}"
             traceback.print_exc()
         # Otherwise Ray would start the actor again at once, and its last status would be lost.
         if not self._stopping.wait(PAUSE_SECONDS):

@@ -38,7 +38,7 @@ class _NotServing:
 
 @cache
 def description() -> dict[str, Any]:
-    """In the format of OpenAPI."""
+    """The HTTP API in the format of OpenAPI."""
     metrics = RequestMetrics(CollectorRegistry())
     return create_app(GenerationService(_NotServing(), AccessLog(metrics)), max_prompt_bytes=1).openapi()
 

@@ -61,7 +61,7 @@ def locked(state_dir: Path) -> Iterator[None]:
             lock.seek(0)
             raise StackError(
                 f"a stack runs with {state_dir} already (process {lock.read().strip() or 'unknown'}).\n"
-                "Stop it, or give this one a folder and addresses of its own: KVKEEP_STATE_DIR, KVKEEP_…_ADDRESS."
+                "Stop that stack, or give this stack its own folder and addresses: KVKEEP_STATE_DIR, KVKEEP_…_ADDRESS."
             ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -134,7 +134,7 @@ def without_password(url: str) -> str:
 
 
 def redis_problem(url: str) -> str:
-    """Why the user's own Redis cannot be used now, or nothing."""
+    """Why Redis cannot be used now; empty if Redis answers."""
     try:
         first, nodes = cluster_nodes(url)
         seconds = {"socket_connect_timeout": 2, "socket_timeout": 2}
@@ -151,13 +151,13 @@ def redis_problem(url: str) -> str:
 
 
 def compiler_problem(device: str) -> str:
-    """The reason why steps on a CPU are slower here than possible, and the package to install; or nothing."""
+    """Why steps on a CPU are slower here than possible, and the package to install; empty if nothing is missing."""
     if device.startswith("cuda"):
         return ""
     try:
         find_compiler()
     except NoCompilerError as error:
-        return f"{error}: on a CPU the executor serves several times slower without; install g++ (GCC 12 or newer)"
+        return f"{error}: on a CPU the executor is then several times slower; install g++ (GCC 12 or newer)"
     return ""
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
 SERVICES = "cachemgr,scheduler,kvctl,ops"
-# A driver for NVIDIA's GPUs has one of these; the last is for Linux in Windows.
+# A driver for NVIDIA's GPUs has one of these; the last is for WSL.
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 
 
@@ -69,7 +69,7 @@ class Environment:
             self.run([interpreter, "-m", "venv", *options, str(self.folder)], progress)
 
     def pip(self, arguments: Sequence[str], progress: Progress) -> None:
-        """Installs."""
+        """Runs `pip install` with these arguments. Raises SetUpError."""
         options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
         self.run([str(self.python), "-m", "pip", "install", *options, *arguments], progress)
 
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--without-model", action="store_true", help="do not install and prepare the default model")
     parser.add_argument("--system-torch", action="store_true", help="use the machine's torch, triton and transformers")
     parser.add_argument("--torch-index", default="", metavar="URL", help="where a new environment takes torch from")
-    parser.add_argument("--this-python", action="store_true", help="make it anew if another Python made it")
+    parser.add_argument("--this-python", action="store_true", help="recreate the environment if another Python made it")
     arguments = parser.parse_args()
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"

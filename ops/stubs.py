@@ -35,7 +35,7 @@ def stubs(folder: Path) -> dict[str, str]:
 
 
 def generate(folder: Path) -> int:
-    """Writes the stubs of all .proto files below a folder."""
+    """Writes the stubs of all .proto files into a folder; returns protoc's exit status."""
     outputs = [f"{option}={folder}" for option in OUTPUTS]
     code, text = run([sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *protos()])
     if code:
@@ -44,7 +44,7 @@ def generate(folder: Path) -> int:
 
 
 def compare() -> int:
-    """Whether the stubs in the checkout match their .proto files; prints the differences."""
+    """Prints the differences of the checkout's stubs from their .proto files; returns the exit status, 0 for none."""
     with tempfile.TemporaryDirectory() as scratch:
         if code := generate(Path(scratch)):
             return code
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="The stubs beside the .proto files.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("generate", help="write them")
-    commands.add_parser("verify", help="compare them, check the .proto files, and that no caller of before breaks")
+    commands.add_parser("verify", help="compare the stubs, check the .proto files, and that no earlier caller breaks")
     if parser.parse_args(arguments).command == "generate":
         return generate(ROOT)
     return compare() | check_with_buf()

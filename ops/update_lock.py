@@ -20,7 +20,7 @@ HEADER = (
 
 
 def lock(frozen: str) -> str:
-    """The file's text, from the output of `pip freeze`. The same version of torch fits processors and CUDA devices."""
+    """The file's text, from the output of `pip freeze`. Drops labels such as +cpu: one lock serves all devices."""
     lines = (line.partition("+")[0].lower().replace("_", "-") for line in frozen.splitlines())
     return "\n".join([*HEADER, *sorted(line for line in lines if "==" in line), ""])
 
@@ -60,7 +60,11 @@ def main() -> int:
         description="Writes the newest versions of all that is installed to ops/constraints.txt.",
     )
     parser.add_argument(
-        "--try", dest="kept", type=Path, metavar="FOLDER", help="only make an environment of them, without a new torch"
+        "--try",
+        dest="kept",
+        type=Path,
+        metavar="FOLDER",
+        help="only make an environment of the newest versions, but with the same torch",
     )
     kept: Path | None = parser.parse_args().kept
     old = CONSTRAINTS.read_text()
@@ -69,7 +73,7 @@ def main() -> int:
         try:
             new = install(environment, ["--upgrade", held(old)] if kept else [], Progress())
         except SetUpError as error:
-            print(f"the lock stays as it is: {error}", file=sys.stderr)
+            print(f"the lock is unchanged: {error}", file=sys.stderr)
             return 1
     if not kept:
         CONSTRAINTS.write_text(new)
@@ -81,4 +85,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted; the lock stays as it is")
+        sys.exit("\ninterrupted; the lock is unchanged")

@@ -57,8 +57,8 @@ from scheduler.settings import SchedulerSettings
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
-# Silence after which health says that the cache manager does not answer; its restart takes less. How often it is
-# measured.
+# Seconds of silence after which health says that the cache manager does not answer: its restart takes less. Then the
+# seconds between two checks.
 SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.25
 # Time for a step and a sync to be answered at the end.
 STOP_SECONDS = 2.0
@@ -98,7 +98,7 @@ class Scheduler:
         self._engine: generation_pb2.GetEngineResponse | None = None
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
-        # For adapters and grammars: steps have a separate channel.
+        # For adapters, weights and grammars: steps have a separate channel.
         self._executor_channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -120,25 +120,28 @@ class Scheduler:
 
     @property
     def requests(self) -> RequestTable:
-        """Raises NotReadyError until `start` has ended."""
+        """Raises NotReadyError until `start` has succeeded."""
         if self._requests is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._requests
 
     @property
     def engine(self) -> generation_pb2.GetEngineResponse:
-        """What routers need to know of this engine. Raises NotReadyError until `start` has ended."""
+        """What routers and front ends need to know of this engine. Raises NotReadyError until `start` has succeeded."""
         if self._engine is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._engine
 
     async def start(self) -> None:
-        """Waits for the executor and the cache manager, however long, and serves; returns even if it `failed`."""
+        """Waits for the executor and the cache manager, however long, and serves. Raises UnusableModelError.
+
+        Returns without serving if `failed` is set before.
+        """
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
         manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
         executor, model = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
-        # The executor refuses older epochs for as long as it lives; the clock may have been set back meanwhile.
+        # The executor refuses epochs older than any that it has seen, and the clock may have been set back since then.
         epoch = max(epoch, executor.scheduler_epoch + 1)
         queue, adapters = WaitingQueue(), AdapterTable(map(Adapter.of, executor.adapters), executor.max_adapters)
         self._executor_channel = open_channel(settings.executor_address, settings.security)
@@ -236,12 +239,12 @@ class Scheduler:
         log.info("ready", model=requests.model.name, max_tokens=requests.model.max_tokens)
 
     async def drain(self) -> None:
-        """Takes no more requests and waits for the running ones."""
+        """Takes no more requests and waits for the live requests; fails those that are left after `drain_seconds`."""
         if self._requests is not None:
             await self._requests.drain(self._settings.drain_seconds)
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Ends everything that `start` began; the neighbours get `seconds` to answer calls in flight."""
+        """Ends everything that `start` began. The steps in flight and the last sync get up to `seconds` each."""
         if self._watching is not None:
             self._watching.cancel()
         if self._thread is not None:
@@ -275,7 +278,10 @@ class Scheduler:
         self.failed.set()
 
     async def _watch_neighbours(self, requests: RequestTable, cache: CacheClient) -> None:
-        """Reports in health when the cache manager does not answer: new requests then wait. Routers know earlier."""
+        """Reports in health when the cache manager does not answer: new requests then wait.
+
+        Also passes both neighbours' silences on to the request table, so that routers can react sooner.
+        """
         silence = 0.0
         while True:
             begun = time.monotonic()
@@ -334,7 +340,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", scheduler_id: str, epoch: int) -> None:
-    """Registers the scheduler: before this, the cache manager gives no executor its recovered blocks."""
+    """Registers the scheduler, which ends the sequences of its earlier epochs; ignores an error of the call."""
     message = kvcache_pb2.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=epoch)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await manager.RegisterScheduler(message, timeout=CALL_SECONDS)
@@ -343,7 +349,10 @@ async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", schedu
 async def _describe_executor(
     settings: SchedulerSettings, introduce: Callable[[], Awaitable[None]]
 ) -> tuple[execution_pb2.GetExecutorResponse, execution_pb2.GetModelResponse]:
-    """Waits until the executor serves, which may itself wait for a scheduler; returns the executor and its model."""
+    """Waits until the executor serves; returns the executor and its model.
+
+    introduce: called whenever the executor answers that it does not serve yet.
+    """
     address = settings.executor_address
     async with open_channel(address, settings.security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
@@ -353,14 +362,14 @@ async def _describe_executor(
             try:
                 health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_SECONDS)
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
-                    # In this order: if another process answers the second call, its model differs from this digest,
-                    # which the step loop notices when it opens its session.
+                    # In this order: another process may answer the second call. If its model differs from the digest in
+                    # the first answer, the step loop notices the difference when it opens its session.
                     return (
                         await stub.GetExecutor(execution_pb2.GetExecutorRequest(), timeout=CALL_SECONDS),
                         await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
                     )
                 cause = "it is not serving yet"
-                # Each time: the manager may have been replaced by then.
+                # Every time, since another process of the cache manager may have started.
                 await introduce()
             except grpc.aio.AioRpcError as error:
                 cause = str(from_rpc_error(error))

@@ -28,7 +28,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The request's caller has left."""
+    """A sample needs its blocks no longer, whatever the reason; the loop ignores a sample that it does not know."""
 
     arrival: int
 
@@ -43,11 +43,12 @@ class SyncAnswer:
     missing_blocks: int
     released: Seq[int]
     trimmed: Seq[int]
-    # Handles that moved to their private blocks. Then, by handle, the private blocks given and the adaptive window that
-    # they are for.
+    # Sequences that the sync reported as moved to their private blocks. Then, for each sequence that may evict now: its
+    # handle, its private blocks (none if it keeps its blocks), and the adaptive window that it has blocks for (else 0).
     relocated: Seq[int] = ()
     private_blocks: Seq[tuple[int, list[int], int]] = ()
-    # The longest adaptive windows that sequences may have from now on, and the handles for which the sync asked.
+    # The longest adaptive window, in tokens, that each sequence may have from now on, by handle. Then the handles whose
+    # windows the sync named: requests for longer windows, and windows that had become shorter.
     windows: Mapping[int, int] = field(default_factory=dict)
     asked_windows: Collection[int] = ()
     # Copies that empty or fill the slots above, and the session with the executor that the slots belong to.
@@ -110,9 +111,9 @@ class CommandQueue:
 
 @dataclass(frozen=True, slots=True)
 class TokenMeta:
-    """Present for the first and the last token of an attempt, and for tokens with log-probabilities."""
+    """Present for the first token of an attempt, the last token of an output, and tokens with log-probabilities."""
 
-    # Handle of its sequence.
+    # Handle of its sequence; 0 if an engine in another process runs the sample.
     sequence: int
     # Whether the token is a stop id.
     stopped: bool = False
@@ -120,13 +121,17 @@ class TokenMeta:
     logprobs: execution_pb2.TokenLogprobs | None = None
 
 
-# A new token: its request's arrival, its id, and what only few tokens have. A plain tuple, for there are very many.
+# A new token: the arrival of its request, its id, and the metadata that few tokens have. A plain tuple, because there
+# are very many.
 Output = tuple[int, int, TokenMeta | None]
 
 
 @dataclass(slots=True)
 class RequestUpdates:
-    """What answered steps mean for requests, which are named by their arrival. Published at most once per step."""
+    """What answered steps, or messages of engines, mean for requests, which are named by their arrival.
+
+    The step loop publishes all updates of a turn together.
+    """
 
     # Answered steps.
     steps: int = field(default=0, compare=False)
@@ -134,9 +139,9 @@ class RequestUpdates:
     # Arrival, and log-probabilities of prompt tokens.
     prompt_logprobs: list[tuple[int, Seq[execution_pb2.TokenLogprobs]]] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
-    # For each eviction: arrival, evicted tokens, and the share of the scores that was kept.
+    # For each eviction: arrival, evicted tokens, and the kept share of the scores, which is negative without scores.
     evicted: list[tuple[int, int, float]] = field(default_factory=list)
-    # By arrival with a policy: the most tokens that it has kept at once.
+    # For requests with an eviction policy, by arrival: the most tokens kept at once.
     most_kept: dict[int, int] = field(default_factory=dict, compare=False)
     preempted: list[int] = field(default_factory=list)
     # Drafted tokens that were computed, and how many of them were accepted.
@@ -155,9 +160,9 @@ class RequestUpdates:
     aborted: list[int] = field(default_factory=list)
     # Whether the executor answers in time; None when that has not changed.
     executor_answers: bool | None = None
-    # Differences between the adapters of the executor with which a session was opened and those before.
+    # Differences between the adapters that requests may name and the executor's, found at the opening of a session.
     adapters: list[AdapterChange] = field(default_factory=list)
-    # Time of publication, in seconds of the monotonic clock.
+    # Time of the updates, in seconds of the monotonic clock.
     at: float = field(default=0.0, compare=False)
 
 
@@ -198,7 +203,7 @@ class CacheUpdate:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether there is news for the cache manager. A sequence that still needs blocks is no news."""
+        """Whether to report the update at once. Starvation and repeated requests for private blocks can wait."""
         news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.relocated
         return bool(news or self.windows) or any(self.evicting.values())
 
@@ -247,7 +252,7 @@ class Admission:
     written_tokens: int = 0
     # The first missing block; None if no block is missing, or the request did not ask.
     miss: common.PrefixMiss | None = None
-    # Set already if the engine has compared the request.
+    # The comparison that the request asked for, if the engine itself has made it; otherwise None.
     diagnosis: generation_pb2.CacheDiagnosis | None = None
 
 

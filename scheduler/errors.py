@@ -21,7 +21,7 @@ class AdapterLeavesError(ServiceError):
 
 
 class AdapterLostError(ServiceError):
-    """The executor has restarted and no longer has the adapter of the request."""
+    """The executor has restarted without the request's adapter; at a router, no engine has the adapter any more."""
 
     reason = "ADAPTER_LOST"
 
@@ -61,7 +61,7 @@ class DeadlineError(ServiceError):
 
 
 class NotReadyError(ServiceError):
-    """The executor or the cache manager has not been reached yet."""
+    """The process waits for its neighbours (a router: for an engine), or an obstacle fails its HTTP health check."""
 
     reason = "NOT_READY"
 
@@ -79,13 +79,13 @@ class StepLoopError(ServiceError):
 
 
 class ExecutorReplacedError(ServiceError):
-    """The executor registered again with another model or other pools."""
+    """The executor registered again with another name, model or block layout, or with smaller pools."""
 
     reason = "EXECUTOR_REPLACED"
 
 
 class ExecutorFailsError(ServiceError):
-    """The executor fails whenever it computes the request."""
+    """The executor was lost repeatedly while it computed the request."""
 
     reason = "EXECUTOR_FAILS"
 
@@ -97,7 +97,7 @@ class RequestTooLargeError(ServiceError):
 
 
 class FormTooComplexError(ServiceError):
-    """The form of an output cannot be followed beyond the tokens that the output has."""
+    """The grammar of a structured output became too complex to continue the output."""
 
     reason = "FORM_TOO_COMPLEX"
 
@@ -150,7 +150,7 @@ class UnusableModelError(Exception):
 
 
 class ExecutorLostError(Exception):
-    """The session with the executor is over; steps in flight will not be answered.
+    """The session with the executor is over or could not be opened; steps in flight will not be answered.
 
     is_planned: the executor ended the session for an operator, and accepts the next session at once.
     """
@@ -165,7 +165,7 @@ class ExecutorChangedError(Exception):
 
 
 class ManagerLostError(Exception):
-    """The cache manager no longer knows this scheduler or its sequences."""
+    """The cache manager no longer knows this scheduler or its sequences, or has refused a sync or a registration."""
 
 
 class SchedulerReplacedError(Exception):

@@ -38,9 +38,10 @@ BACKLOG = 2048
 # Pause before a front end is restarted, in seconds, at first and at most: it doubles each time, unless the previous
 # front end served for LONG_SECONDS.
 RESTART_SECONDS, LONGEST_RESTART_SECONDS, LONG_SECONDS = 0.2, 5.0, 30.0
-# Time for a front end to end by itself once it is told to; after that it is killed.
+# Seconds after which a front end that has not ended is killed: usually, and if it must hurry or has closed its pipe.
 END_SECONDS, HURRIED_SECONDS = 8.0, 2.0
-# What only front ends count: the scheduler sees neither HTTP nor the ends of outputs.
+# Metrics to which front ends' counts are added: of their requests, the scheduler sees neither HTTP nor the ends of
+# outputs.
 _COUNTED_THERE = frozenset(
     {
         "kvkeep_http_requests",
@@ -66,7 +67,7 @@ def available_cores() -> float:
 
 
 def front_ends(settings: SchedulerSettings, cores: float) -> int:
-    """Returns how many front ends to start; 0 serves HTTP in this process."""
+    """Returns how many front ends to start; 0 if this process serves HTTP itself, or nothing serves HTTP."""
     if not settings.http_address:
         return 0
     if settings.frontends != "auto":
@@ -147,12 +148,15 @@ class FrontEnds:
         )
         self.address = f"{self.address.rpartition(':')[0]}:{self._listeners[0].getsockname()[1]}"
         for listener in self._listeners:
-            # Callers wait, even while the process is away.
+            # Connections wait in the backlog, even while the process is being restarted.
             listener.listen(BACKLOG)
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
 
     async def stop(self, *, hurried: bool = False) -> None:
-        """Ends the processes once callers have their answers. hurried: without waiting for callers."""
+        """Ends the processes once callers have their answers; after END_SECONDS, kills the rest. Removes the metrics.
+
+        hurried: does not wait for callers, and kills after HURRIED_SECONDS.
+        """
         self._stopping.set()
         for pipe in self._pipes:
             pipe.put(Frame.STOP, b"\1" if hurried else b"")
@@ -204,7 +208,7 @@ class FrontEnds:
         try:
             await self._converse(pipe)
         except ConnectionError:
-            # It has ended meanwhile.
+            # The front end has ended.
             pass
         except Exception:
             log.exception("a front end has sent what the scheduler cannot take in", number=number)
@@ -264,7 +268,7 @@ class FrontEnds:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the end of a process that has closed its pipe; returns its status."""
+    """Waits for the end of a process that has closed its pipe; kills it after HURRIED_SECONDS. Returns its status."""
     until = time.monotonic() + HURRIED_SECONDS
     while (status := process.poll()) is None:
         if time.monotonic() > until:

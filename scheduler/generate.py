@@ -1,4 +1,4 @@
-"""`python -m scheduler.generate "prompt"`: a client that streams the answer to the terminal, or shows several."""
+"""`python -m scheduler.generate "prompt"`: streams an answer to the terminal, or shows several answers."""
 
 import os
 import sys
@@ -34,10 +34,12 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to the one prompt; differ at a temperature only.")] = 1,
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="Number of answers; they differ only if --temperature is above 0.")
+    ] = 1,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 600.0,
 ) -> None:
-    """Streams the model's answer to standard output and prints what it took to standard error."""
+    """Streams the model's answer to standard output, and prints token counts and times to standard error."""
     request = pb.StreamGenerateRequest(
         max_tokens=max_tokens,
         sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),

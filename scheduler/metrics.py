@@ -115,11 +115,14 @@ class RequestMetrics:
             return Histogram(f"{prefix}_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.running = gauge("running_requests", "Samples in the running batch.")
-        self.waiting = gauge("waiting_requests", "Samples in the waiting queue.")
+        self.waiting = gauge(
+            "waiting_requests",
+            "Samples that wait for blocks or an engine, for tokenization, or for their first sample.",
+        )
         self.preemptions = counter("preemptions", "Samples preempted.")
         self.swaps = counter("swaps", "Preempted samples whose blocks were onloaded from lower tiers.")
         self.recomputations = counter("recomputations", "Preempted samples whose blocks were computed again.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests whose computation has begun.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens with a prefix hit.")
         self.onloaded_tokens = counter("onloaded_tokens", "Tokens whose blocks were onloaded, by tier.", "tier")
         self.onload_timeouts = counter("onload_timeouts", "Samples that stopped waiting for onloaded blocks.")
@@ -129,10 +132,12 @@ class RequestMetrics:
         self.evicted_tokens = counter("evicted_tokens", "Tokens evicted by eviction policies.")
         self.sync_seconds = latency("sync", "Time of a sync with the cache manager.", _STEP_BUCKETS)
         self.manager_silence = gauge(
-            "cachemgr_silence_seconds", "Time since the oldest unanswered call to the cache manager; 0 without one."
+            "cachemgr_silence_seconds",
+            "Time for which a call to the cache manager has had no answer; 0 without such a call.",
         )
         self.cache_usage = gauge(
-            "cache_usage_ratio", "Share of blocks in use, of the fullest layer group, as the last sync reported."
+            "cache_usage_ratio",
+            "Share of blocks in use, of the layer group with the fewest free blocks, as of the last sync.",
         )
         self.queue = latency("queue", "Time from a request's arrival to its first step.")
         self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
@@ -207,7 +212,8 @@ class VllmMetrics(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the cache.", labels=list(config))
         info.add_metric(list(config.values()), 1)
         yield info
-        # Endpoint pickers report an error if a scrape lacks it. They take the sample with the largest value (a time).
+        # Endpoint pickers report an error if a scrape lacks this metric. They take the sample with the largest value,
+        # which is a time.
         running, waiting = self._adapters_in_use()
         labels = {
             "max_lora": str(self._max_adapters),

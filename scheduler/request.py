@@ -12,9 +12,9 @@ from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
-# Losses of the executor in a row during one request after which the scheduler gives the request up: two with other
-# requests, then one alone. Unrelated crashes do not hit a request that often; a crash that the request causes costs
-# every sequence its blocks.
+# A request is given up after this many losses of the executor in a row during its steps: two with other requests, then
+# one alone. Unrelated crashes do not hit a request that often; a crash that the request causes costs every sequence its
+# blocks.
 MAX_FAILURES = 3
 
 
@@ -58,7 +58,7 @@ class Adapter(NamedTuple):
 
 
 class AdapterChange(NamedTuple):
-    """A restarted executor has a different adapter under a name, or none, or a new one."""
+    """The adapters of one name before and after an executor's restart; None for no adapter."""
 
     before: Adapter | None
     now: Adapter | None
@@ -79,7 +79,7 @@ NO_PARTS = PromptParts()
 class CacheOptions:
     """The request's options for the cache, in the cache manager's terms.
 
-    `comparison_id` names the request whose response this one is compared with.
+    `comparison_id` is the `response_id` of an earlier request, with which the request is compared.
     """
 
     salt: str | None = None
@@ -119,7 +119,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
+    """One sample of an accepted generation; samples of a generation share a request_id but no mutable state.
 
     Token ids are packed as 32-bit numbers from validation on. `arrival` names and orders requests, `arrived_at` is in
     seconds of the monotonic clock. `onload_timeout` is how many seconds it waits for onloads.
@@ -146,7 +146,7 @@ class Request:
     traceparent: str = ""
     # Cached tokens of its prompt, as a router expects them.
     expected_cached_tokens: int = 0
-    # Id of the caller's request that this one is a part of, if it differs from request_id.
+    # Id of the caller's request that this request is a part of, if the id differs from request_id.
     part_of: str = ""
     # X-Request-Id of its call; empty if there was none.
     header_id: str = ""

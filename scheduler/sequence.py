@@ -14,12 +14,12 @@ from protos.kvcommon.eviction import Policy
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.request import AdmissionAttempt, Request, Tier
 
-# A decoding sequence is low on blocks if they hold at most this many more tokens: a few steps more than a sync takes.
+# A decoding sequence is low on blocks if they hold fewer than this many more tokens: some steps more than a sync takes.
 SOON = 8
-# Tokens that drafts leave to the steps sent before the step with the drafts is answered: one for each step that may be
-# in flight. So drafts never keep a sequence from a step that it would have had without them.
+# Tokens of capacity that drafts leave free: one for each step that may be sent before the step with the drafts is
+# answered. Otherwise, drafts could keep their sequence out of these steps.
 _PLAIN_STEPS = 3
-# Tokens before its first eviction at which a decoding sequence asks for private blocks: more than a sync takes.
+# A sequence asks for private blocks this many tokens before its first eviction: more than it decodes during a sync.
 ASK_AHEAD = 32
 
 
@@ -29,7 +29,7 @@ class LeaveReason(enum.Enum):
     FINISHED = enum.auto()
     CANCELLED = enum.auto()
     PREEMPTED = enum.auto()
-    # The promised prefix will not come, or another process lost the sequence's blocks.
+    # Cached blocks of the sequence do not come, or not in time, or another process lost the sequence's blocks.
     RESTARTED = enum.auto()
 
     @property
@@ -148,7 +148,7 @@ class Eviction:
             self.granted_window, self.window_unanswered = tokens, True
 
     def evict(self, tokens: int, computed: int) -> None:
-        """Takes the tokens that an answered step evicted, after `computed` tokens and before computing its own."""
+        """Counts the tokens that an answered step evicted before it computed. computed: tokens computed before it."""
         self.keep(computed)
         self.evicted += tokens
 
@@ -158,7 +158,7 @@ class Eviction:
         return self.most
 
     def bound(self, kept: int, planned: int) -> float:
-        """Returns the number of planned tokens at which the policy decides again."""
+        """Returns the number of planned tokens at which the policy decides again; infinite if it never does."""
         if self.kept_after(kept, planned) < kept:
             return planned
         more = self.policy.room(kept, planned, self.prompt)
@@ -194,7 +194,7 @@ class Sequence:
     While steps with drafts are in flight, planned and known are upper bounds: as if every draft were accepted.
 
     Of the planned tokens, `evicted` have lost their slots; each of the others fills a slot of the block tables. With
-    `capacity` planned tokens, the tables are full, or the sequence has to evict.
+    `capacity` planned tokens, the tables are full, or the eviction policy has to decide.
 
     `known` also counts sampled tokens in flight; `token_ids` holds only answered tokens. The step loop's thread owns
     every sequence from its admission on. Values that every step reads are stored, not computed.
@@ -207,7 +207,7 @@ class Sequence:
     # Slots per layer group.
     tables: list[list[int]]
     block_size: int
-    # Handle of the sequence that still computes cached blocks of this one; 0 for none.
+    # Handle of the sequence that still computes cached blocks of this sequence; 0 for none.
     wait_for: int = 0
     copies: tuple[Copy, ...] = ()
     # Until when it waits for its onloads, in seconds of the monotonic clock.
@@ -239,9 +239,10 @@ class Sequence:
     synced_tokens: int = field(init=False)
     leave_reason: LeaveReason | None = field(init=False, default=None)
     last_step: int = field(init=False, default=0)
-    # Time of the attempt's first token, in seconds of the monotonic clock.
+    # Time of the attempt's first token, in seconds of the monotonic clock; infinite before.
     first_token_at: float = field(init=False, default=math.inf)
-    # Blocks per table that the executor has, and the tokens that fit into them; only later blocks are spare.
+    # Blocks per table that the executor has, and the planned tokens, including evicted tokens, for which these blocks
+    # suffice. Only later blocks are spare.
     sent_blocks: int = field(init=False, default=0)
     sent_tokens: int = field(init=False, default=0)
     trim_unanswered: bool = field(init=False, default=False)
@@ -260,7 +261,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not yet planned; 1 means that the sequence decodes."""
+        """Known tokens that are not yet planned; always 1 for a sequence that decodes."""
         return self.known - self.planned
 
     def advance(self, count: int, step: int) -> bool:
@@ -275,7 +276,7 @@ class Sequence:
 
     @property
     def most_drafts(self) -> int:
-        """Most drafts that fit in a step that decodes the sequence."""
+        """Most drafts that fit in a step that decodes the sequence; not positive if none fits."""
         left = min(self.capacity - self.planned, self.limit - self.known)
         return min(self.drafts, left - 1 - _PLAIN_STEPS)
 
@@ -292,7 +293,7 @@ class Sequence:
             self._update_capacity()
 
     def evict_tokens(self) -> bool:
-        """Evicts as the policy says before more is planned; returns whether the sequence must wait for private blocks.
+        """Evicts as the policy says before more is planned; returns whether to ask for the sequence's private blocks.
 
         The executor evicts by the same rule before it computes the sequence's next tokens.
         """
@@ -338,9 +339,9 @@ class Sequence:
             self._fit_table(eviction)
 
     def align_to_score_window(self, count: int) -> int:
-        """Returns `count` or fewer tokens, so that one step computes all queries whose attention the policy pools.
+        """Returns `count` or fewer tokens: a chunk that begins before the queries that a policy pools has all or none.
 
-        The use of the token budget by other sequences must not change the scores.
+        Pooling these queries in parts changes the scores. A chunk that begins with them is not lengthened to have all.
         """
         if self.eviction is None or not self.eviction.policy.score_window:
             return count
@@ -349,11 +350,11 @@ class Sequence:
         return first - self.planned if self.planned < first < self.planned + count < prompt else count
 
     def blocks_for(self, tokens: int) -> int:
-        """Returns how many blocks hold `tokens` tokens, without the evicted ones."""
+        """Returns how many blocks hold the first `tokens` tokens, of which evicted tokens need no slot."""
         return -(-(tokens - self.evicted) // self.block_size)
 
     def first_spare_block(self) -> int:
-        """Returns the index of the first block that is neither at the executor nor needed within two tokens."""
+        """Returns the index of the first block that is not at the executor, and not needed for the next two tokens."""
         return max(self.sent_blocks, self.blocks_for(self.known + 2))
 
     def trim(self) -> int:

@@ -59,18 +59,18 @@ def _front_ends(value: object) -> object:
 
 
 class HttpSettings(ProcessSettings):
-    """Of a process that serves OpenAI's API."""
+    """Settings of a process that serves OpenAI's API."""
 
     http_address: MetricsAddress = Field("", description="Where it serves OpenAI's API over HTTP; empty is off.")
     http_allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
         (),
         description="Web pages that may call it, by origin: `https://chat.example.com,http://10.0.0.7:3000`, or `*`. "
-        "Those of this machine always may where the address is a loopback one.",
+        "Pages of this machine may always call a loopback address.",
     )
     served_model_names: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         (),
         description="Names that requests may call the model, with commas between them; answers show the first. Empty "
-        "is the model's own name and its id on a hub, where that is known; otherwise these count only where listed.",
+        "means the model's own name and, if known, its id on a hub. Otherwise, these two count only if listed.",
     )
     max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
 
@@ -104,8 +104,8 @@ class SchedulerSettings(HttpSettings):
     )
     frontends: Annotated[Literal["auto"] | int, BeforeValidator(_front_ends)] = Field(
         "auto",
-        description="Processes that serve the HTTP API for the scheduler; 0 serves it in its own. `auto` is one per "
-        "four cores that the scheduler may use, at most four.",
+        description="Processes that serve the HTTP API for the scheduler; with 0, the scheduler serves it itself. "
+        "`auto` is one per four cores that the scheduler may use, at most four.",
     )
     vllm_metrics: bool = Field(False, description="Serve metrics under vLLM's names, too.")
     kv_events: bool = Field(
@@ -127,6 +127,6 @@ class SchedulerSettings(HttpSettings):
     onload_timeout_seconds: float = Field(
         10.0,
         gt=0,
-        description="Longest wait of a request for blocks from host memory or disk; later it computes them.",
+        description="Longest wait of a request for blocks from host memory or disk; then it computes their tokens.",
     )
     drain_seconds: float = Field(30.0, ge=0, description="Longest time that running requests may go on after SIGTERM.")

@@ -1,7 +1,8 @@
 """Checks that third-party clients run unchanged: lm-eval, guidellm, aiperf and vLLM's own benchmark.
 
 `make peers ARGS="lm-eval guidellm aiperf vllm"` installs the clients first. A stack runs the default model in float32,
-and each program calls the stack over HTTP, as its manual says. Exits with 1 if a program does not finish.
+and each program calls the stack over HTTP, as its manual says. Exits with 1 if a program is not installed or does not
+finish.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PROGRAMS = {"lm-eval": LmEval, "guidellm": Guidellm, "aiperf": Aiperf, "vllm": V
 
 
 def main() -> int:
-    """Runs all programs that are installed, or the programs that are named."""
+    """Runs the named programs, by default all. Returns the exit status; a program that is not installed has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=" ".join(PROGRAMS))
     parser.add_argument("--folder", type=Path, default=default_folder(), help="of the environments")

@@ -50,7 +50,7 @@ CAPITALS = {
     "Canada": "Ottawa",
 }
 NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
-# The answer to each question is one of these colours; the wrong choices come from the rest.
+# The answer to each question is one of these colours; the wrong choices are the colours of other people.
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "brown", "pink")
 FAR_TASKS, NOVEL_TASKS, COPIES = 16, 6, 16
 # Characters of the novel around a requested name, and in a piece whose perplexity is measured.

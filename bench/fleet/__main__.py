@@ -2,9 +2,9 @@
 
 Everything but the devices is real: cache managers with Redis, schedulers, the router, and a client process that sends
 requests when they are due. Arrivals are Poisson with a fixed seed; every policy gets the same requests. A device takes
-a fixed time for a step and for a prompt token. All prefixes with five questions each take 73 % of all devices, as in
-llm-d's workload, the source of these numbers; but here each question is asked once. Times begin when a request is due.
-Refused requests are shed: they are not sent again and count in no latency.
+a fixed time for a step and for a prompt token. All prefixes with five questions each take 73 % of the blocks of all
+devices, as in llm-d's workload, the source of these numbers; but here each question is asked once. Times begin when a
+request is due. Refused requests are shed: they are not sent again and count in no latency.
 
 Each policy is also simulated without processes, and so is a placement that knows the future. The simulations alone
 (`--simulated`) also run at sizes that no machine has room for: 256 engines take minutes.
@@ -196,7 +196,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # The default comes last, as all others are compared with it.
     policies = [*reversed(POLICIES)]
-    made.add_argument("--policies", nargs="+", choices=[DIRECT, *policies], default=policies, help=f"{DIRECT}: none")
+    made.add_argument(
+        "--policies", nargs="+", choices=[DIRECT, *policies], default=policies, help=f"{DIRECT}: without a router"
+    )
     made.add_argument("--engines", type=int, default=8)
     made.add_argument("--shards", type=int, default=1, help="cache managers")
     made.add_argument("--routers", type=int, default=1, help="side by side; requests go to each in turn")
@@ -211,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--burst", type=int, default=0, help="requests of one new prefix within a second of each stage")
     made.add_argument("--seed", type=int, default=Groups.seed)
     made.add_argument("--trace", type=Path, help="a file in Mooncake's format that replaces groups")
-    made.add_argument("--trace-begin", type=float, default=0, help="seconds of the trace to leave out")
+    made.add_argument("--trace-begin", type=float, default=0, help="seconds at the start of the trace to leave out")
     made.add_argument("--trace-scale", type=int, default=4, help="lengths and times are divided by this number")
     made.add_argument("--step-ms", type=float, default=50)
     made.add_argument("--sequence-ms", type=float, default=0, help="what each sequence that decodes adds to a step")

@@ -100,7 +100,7 @@ class Cache:
 class Engine:
     """A device with a queue. Times count from the beginning of a stage; the cache stays from stage to stage.
 
-    cold_at: the number of the last prompt sent to this engine that no engine had cached.
+    cold_at: the number of the last prompt sent to this engine of which the engine had nothing cached.
     """
 
     device: Device
@@ -242,7 +242,7 @@ def routed(policy: Policy) -> Placement:
 
     def choose(request: Request, engines: Sequence[Engine]) -> int:
         prompt = Prompt(_keys(request), request.prompt_tokens, request.session, request.output_tokens)
-        # As the router does, an engine with a full queue is left out.
+        # As in the router, engines with a full queue are left out.
         open_ones = [engine for engine in engines if engine.has_room] or engines
         candidates = [engine.candidate(request) for engine in open_ones]
         chosen = policy.choose(prompt, candidates)

@@ -163,7 +163,7 @@ class Fleet:
         return [f"unix:{router.folder}/router.sock" for router, _ in self._routers] or self.schedulers
 
     def restart_routers(self, policy: str) -> None:
-        """Replaces the routers by new ones, whose views are empty; with DIRECT there are no routers."""
+        """Replaces the routers by new routers, whose views are empty; with DIRECT there are no routers."""
         self.stop_routers()
         for number in range(self.routers if policy != DIRECT else 0):
             address = free_address()

@@ -69,7 +69,7 @@ class Stage:
 class Groups:
     """Groups that each have a prefix, and users of each group who send a new prompt every time.
 
-    burst: requests of one group, new in each stage. They come in a second in its middle, each from a different user.
+    burst: requests of one group, new in each stage, within a second in the stage's middle, each of a different user.
     """
 
     groups: int = 150
@@ -81,7 +81,7 @@ class Groups:
     burst: int = 0
 
     def stages(self, rates: Iterable[float], seconds: float, cold_rate: float) -> Iterator[Stage]:
-        """A cold start with twice as many requests as groups, then a stage for each rate, with warm caches."""
+        """A cold start with about twice as many requests as groups, then a stage for each rate, with warm caches."""
         cold_seconds = 2 * self.groups / cold_rate
         yield Stage("cold", self._poisson(0, cold_rate, cold_seconds), cold_seconds, cold=True)
         for number, rate in enumerate(rates, 1):

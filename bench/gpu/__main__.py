@@ -3,8 +3,8 @@
 Run it with `make bench-gpu`. Correctness comes first: each kernel is compared with its reference, and greedy output of
 small models with generate(), with and without graphs and through transformers' modules. A part whose check fails is
 not measured. Each part has a time limit, and all parts end within nine minutes. Prints one table and keeps
-everything as JSON. The status is 0 when all parts were done, whatever their figures, and 1 otherwise. Without a CUDA
-device there is nothing to measure, and the status is 0.
+everything as JSON. The status is 0 when all parts were done or cannot run here, whatever their figures, and 1
+otherwise. Without a CUDA device there is nothing to measure, and the status is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, exit_statu
 from bench.result import Result as Kept
 from bench.result import add_json_argument
 
-# Seconds for all parts, of nine minutes; grace before a part that no signal reaches is ended.
+# Seconds for all parts, and further seconds after which this process ends even if no signal interrupts a part.
 SECONDS, GRACE = 500.0, 25.0
 
 

@@ -240,7 +240,7 @@ def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
 def bandwidth(_: Bench) -> Sequence[Figure]:
     """Bandwidth of a copy on the device, many times larger than its caches, counting bytes read and written.
 
-    Returns the faster of the driver's own copy and a kernel's copy: neither always is.
+    Returns the faster of the driver's own copy and a kernel's copy: neither is always the faster.
     """
     free = torch.cuda.mem_get_info()[0]
     source = torch.empty(min(1 << 30, free // 16), dtype=torch.int32, device="cuda").random_()
@@ -379,7 +379,7 @@ def decode_attention(bench: Bench) -> Sequence[Figure]:
 
 
 def uneven_attention(bench: Bench) -> Sequence[Figure]:
-    """Measures one new token for a long sequence among short ones, for few sequences, and for many short ones."""
+    """Measures one new token for a long sequence among short sequences, for one sequence, and for many."""
     figures = []
     for name, lengths in {
         "one of 65,536 among 63 of 1,024": [65536] + [1024] * 63,

@@ -232,7 +232,7 @@ class Large:
 
     @classmethod
     def make(cls) -> Large:
-        """Raises CannotRunError without enough memory."""
+        """Raises CannotRunError without enough memory, WrongError if the model runs on torch."""
         free = torch.cuda.mem_get_info()[0]
         if free < 20e9:
             raise CannotRunError(f"an 8B model takes 20 GB of device memory, {free / 1e9:.1f} are free")

@@ -21,7 +21,7 @@ class WrongError(Exception):
 
 
 class CannotRunError(Exception):
-    """A part makes no sense here; the message says why."""
+    """A part cannot run on this machine; the message says why."""
 
 
 class OutOfTimeError(BaseException):
@@ -77,8 +77,11 @@ class Part:
 
 @dataclass
 class Result:
-    """The result of a part. status: done, wrong (wrong values), failed (an error), skipped (it cannot run here), or not
-    run (time or a needed part is missing). detail: the reason."""
+    """The result of a part.
+
+    status: done, wrong (wrong values), failed (an error), skipped (it cannot run here), or not run (time or a needed
+    part is missing). detail: the reason.
+    """
 
     status: str
     detail: str = ""

@@ -29,7 +29,7 @@ from tests.stack import ROOT, Stack
 from tests.support.generation import generate_all, greedy_request
 
 PROMPT_TOKENS, TOKENS, REQUESTS = 100, 60, 12
-# A function on a path is called in this share of all admissions, or steps; other functions wait for a clock.
+# A function on a path is called in at least this share of all admissions, or steps; rarer functions run on timers.
 ALWAYS = 0.9
 # Files and functions that belong to no path.
 BESIDE_FILES = ("validation", "bounds", "metrics", "telemetry", "tracing", "timing", "logs", "audit", "settings")

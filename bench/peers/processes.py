@@ -84,7 +84,7 @@ class PeerProcess:
         return Run(Times(times, sum(map(len, prompts))), usage, outputs, 0)
 
     def close(self) -> None:
-        """Ends the process and its children at once, also in the middle of their work."""
+        """Ends the process and its children: busy processes at once, idle processes within END_SECONDS."""
         self._signal(signal.SIGKILL if self._busy else signal.SIGCONT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -118,7 +118,7 @@ class PeerProcess:
             os.killpg(self._process.pid, number)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        """The next line of the adapter."""
+        """The next line of the adapter. Raises PeerError if the adapter ends or takes longer than `seconds`."""
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""Routers of others as processes, and JSON over HTTP to them and to engines."""
+"""Third-party routers as processes, and JSON over HTTP to routers and engines."""
 
 from __future__ import annotations
 

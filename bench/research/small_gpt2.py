@@ -33,7 +33,7 @@ def small_gpt2() -> Path:
 
 
 def _train(text: str, target: Path) -> None:
-    # Imported here: a run with the model at hand need not wait for these.
+    # Imported here: a run that finds the model need not wait for these imports.
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 

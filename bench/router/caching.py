@@ -87,7 +87,10 @@ class CachingManager:
 def caching_manager(
     engines: int, blocks: int, *, with_redis: bool = False, **settings: object
 ) -> Iterator[CachingManager]:
-    """blocks: of each executor. settings: of a Stack."""
+    """Starts a cache manager, and stops it at the end of the with statement.
+
+    blocks: of each executor. settings: of a Stack.
+    """
     modules = {"cachemgr": "cachemgr"}
     without = {} if with_redis else {"redis_url": ""}
     with Stack(modules=modules, cachemgr_lease_seconds=3600, **without, **settings) as stack:

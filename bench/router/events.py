@@ -2,7 +2,8 @@
 
 A real cache manager serves prompts at a steady rate. Each prompt stores as many blocks as it evicts, so that 5,000
 events come in a second. The cost of a watcher is the manager's processor time with the watcher less the time without.
-Two more cache managers publish over ZeroMQ and write the index by key: they are compared with a plain one, in turns.
+A manager that publishes over ZeroMQ is compared with a plain manager, and a manager that writes the index by key is
+compared with a manager that only copies its blocks to Redis, in turns.
 """
 
 from __future__ import annotations

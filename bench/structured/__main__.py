@@ -77,7 +77,7 @@ def run_suite() -> dict[str, Any]:
 
 
 def compile_all(asked: Sequence[Schema]) -> dict[str, Any]:
-    """Seconds that each schema takes to compile; a refused one takes none."""
+    """Compiles each schema; returns the sorted seconds of compiled schemas, and the messages of refused schemas."""
     grammars, _ = model_grammars()
     begin = time.perf_counter()
     grammars.matcher(Grammar(GrammarKind.REGEX, "a"))

@@ -73,7 +73,7 @@ def cases(package: Path, draft: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             file = archive.extractfile(member)
             assert file is not None
             for case in json.load(file):
-                # A schema without a name is of the newest draft, and some keywords have changed their meaning.
+                # A schema without $schema counts as the newest draft, in which some keywords have a different meaning.
                 if isinstance(case["schema"], dict):
                     case["schema"].setdefault("$schema", NAMES[draft])
                 yield f"{draft}/{parts[-1].removesuffix('.json')}: {case['description']}", case

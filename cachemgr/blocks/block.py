@@ -61,7 +61,7 @@ class Accounts(dict[AccountKey, Account]):
 
 
 class CacheScope:
-    """Salt, adapter, tenant, session and extra bytes (mostly none) that many blocks have in common.
+    """Salt, adapter, tenant, session, extra bytes (mostly none) and weight version that many blocks have in common.
 
     Sequences of one model share blocks if their weights, salt and adapter, and so the `key`, are equal. `key` is the
     parent key of their first blocks.
@@ -109,7 +109,10 @@ class RecallableOffloads(Protocol):
     """Offloads that can still be cancelled."""
 
     def first(self, tier: Tier, account: Account | None) -> Block | None:
-        """Of the blocks being copied to this tier, the first to evict; of one account, or of all."""
+        """The first block to evict among blocks being copied to this tier; None if there is none.
+
+        account: only blocks of this account; None for blocks of all accounts.
+        """
 
 
 class Writer(Protocol):
@@ -129,7 +132,7 @@ class Writer(Protocol):
 class Node:
     """A node of the prefix tree: a block, the root of a chain, or the tombstone of a removed block.
 
-    `children` is None, the only child, or a list sorted by tokens, as the functions of `prefix_tree` keep it.
+    `children` is None, the only child, or a list sorted by extra bytes and tokens; the functions of `prefix_tree` sort.
     """
 
     __slots__ = ("children", "key")
@@ -142,7 +145,7 @@ class Node:
 class Block(Node):
     """A slot with its content. Indexed when it has a parent; then key, tokens, depth and scope are set.
 
-    `writer` is the sequence that fills it, until the block is committed.
+    `writer` is the sequence that fills the block, until the block is committed.
     """
 
     __slots__ = (
@@ -165,7 +168,7 @@ class Block(Node):
     )
 
     def __init__(self, index: int, writer: Writer | None = None) -> None:
-        # Without super(), for speed: every allocation makes a block.
+        # Without super(), for speed: very many blocks are made.
         self.key = b""
         self.children = None
         self.index = index
@@ -175,7 +178,7 @@ class Block(Node):
         self.tokens = b""
         self.depth = 0
         self.scope: CacheScope | None = None
-        # The highest priority among its leases, and the first lease.
+        # The highest priority among its leases (without leases, the default), and the newest lease.
         self.priority = DEFAULT_PRIORITY
         self.lease: Lease | None = None
         # Whether one of its leases has run its full time.

@@ -11,7 +11,10 @@ USED_LAST = (1 << 63) - 1
 
 
 class LeaseRecord(NamedTuple):
-    """A lease. `remaining` is in seconds; None if its clock has not started or it has none."""
+    """A lease. `duration` and `remaining` are in seconds. `duration` is None for a lease without an end.
+
+    `remaining` is None for a lease without an end, or whose clock has not started.
+    """
 
     holder: str
     priority: int
@@ -29,10 +32,10 @@ class CopyRecord(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """Everything needed to put a block back into the index. Made whenever a block enters the index.
+    """Everything needed to put a block back into the index. Made whenever a reader, such as the store, needs it.
 
     `key` and `parent_key` are 32-byte digests; `parent_key` is None at the root. `depth` counts the ancestors.
-    `stored_step` is the last executor step that had written to the block when it entered the index. `tokens` are
+    `stored_step` is the last executor step that may have written to the block when it entered the index. `tokens` are
     packed. In a lower tier, `generation` is the ticket of the copy that filled the slot. A larger `last_use` is later.
     """
 
@@ -61,14 +64,14 @@ class BlockRecord(NamedTuple):
         return self.group, self.tier, self.slot
 
     def below(self) -> "BlockRecord | None":
-        """The record of the block's write-through copy, or None."""
+        """The record of the block's lower slot. For a device block, its write-through copy, or None without a copy."""
         if self.tier is not TierKind.DEVICE or self.lower_copy is None:
             return None if self.tier is TierKind.DEVICE else self
         return self._replace(**self.lower_copy._asdict(), lower_copy=None)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens as numbers."""
+        """The token ids."""
         return unpack(self.tokens)
 
 

@@ -24,7 +24,7 @@ class _AccountScopes:
 
 
 class CacheScopes:
-    """The cache scopes of an executor. Blocks with equal values share one object, which lives as long as they do."""
+    """The cache scopes of an executor. Blocks with equal values share one object, which lives as long as the blocks."""
 
     def __init__(self, model_fingerprint: bytes, accounts: Mapping[AccountKey, Account], weight_version: str) -> None:
         """weight_version: the version of the weights that new sequences are computed with."""
@@ -36,7 +36,7 @@ class CacheScopes:
         self._by_account: WeakValueDictionary[AccountKey, _AccountScopes] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[CacheScope]:
-        """All cache scopes. None may be added or freed meanwhile."""
+        """All cache scopes. No scope may be added or freed during the iteration."""
         return iter(self._scopes.values())
 
     def of(
@@ -52,7 +52,7 @@ class CacheScopes:
         version = self.weight_version if weight_version is None else weight_version
         parts = (salt, adapter_id, tenant_id, session_id, extra, version)
         scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
-        # A new scope replaces it after a quota was added or deleted.
+        # After a quota was added or deleted, a new scope replaces the earlier scope.
         if scope is None or scope.account is not account:
             scope = CacheScope(root_key(self._model_fingerprint, salt, adapter_id, version), *parts)
             scope.account = account

@@ -33,10 +33,10 @@ class Event(NamedTuple):
 
 
 class QuietListener(Protocol):
-    """Follows changes of blocks that cause no event."""
+    """Follows changes of blocks, including changes that cause no event."""
 
     def changed_quietly(self, pool_id: str, key: bytes) -> None:
-        """Notes that the clock of one of this block's leases has started."""
+        """Notes that an indexed block was stored or has changed, such as when the clock of a lease has started."""
 
 
 class EventLog:
@@ -46,7 +46,7 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
-        # Counts the ends of `scrub`.
+        # Number of completed calls of `scrub`.
         self.scrubs = 0
         self.quiet_listeners: list[QuietListener] = []
 
@@ -70,7 +70,10 @@ class EventLog:
         self.last = last + 1
 
     def after(self, number: int, limit: int) -> list[Event]:
-        """Returns up to `limit` events after a number. Raises EventsGoneError if the first of them is not kept."""
+        """Returns up to `limit` events after a number.
+
+        Raises EventsGoneError if the first of these events is not kept, or if the number is larger than the last.
+        """
         oldest = self.last - len(self._ring) + 1
         if not oldest - 1 <= number <= self.last:
             raise EventsGoneError(
@@ -87,7 +90,7 @@ class EventLog:
         Adds the keys of all these blocks to `gone`.
         """
         number = self.last - len(self._ring)
-        # In order of time, so that parents come first; includes events that are added meanwhile.
+        # In order of time, so that parents come first; includes events that are added during the scrub.
         while number < self.last:
             begin = max(number, self.last - len(self._ring))
             number = min(self.last, begin + slices.LOOKS)

@@ -29,7 +29,7 @@ _DROPPED = Eviction.DROPPED
 
 
 def evict(pool: BlockPool, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-    """Offloads or drops an evictable block; the caller gets the slot. writer: for whom, None for nobody."""
+    """Offloads or drops an evictable block; the caller gets the slot. writer: the sequence that needs it, or None."""
     accounts = tier.accounts
     if accounts.shares:
         owner = account_of(victim)

@@ -22,7 +22,7 @@ class EvictionQueue:
 
     def __init__(self) -> None:
         self._bits = 0
-        # The neighbour of all blocks in this order's heaps, and of no other blocks.
+        # A sentinel: `lru_prev` and `lru_next` of all blocks in this order's heaps, and of no other blocks.
         self._reinserted = Block(0)
         # By priority, made on demand: each of very many tenants may have an order.
         self._rings: dict[int, _LruList] = {}
@@ -53,7 +53,7 @@ class EvictionQueue:
             self._bits &= ~(1 << block.priority)
 
     def first(self) -> Block | None:
-        """The block that is evicted next."""
+        """The block that is evicted next; None without evictable blocks."""
         bits = self._bits
         return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
 
@@ -135,7 +135,7 @@ class _LruList:
             heappop(heap)
             if not heap or heap[0] in late:
                 return
-        # Sorting once is faster than taking very many one by one.
+        # Building the heap again once is faster than popping very many stale positions.
         self._sort()
 
     def _sort(self) -> None:

@@ -15,7 +15,7 @@ _PIECE = struct.Struct("<iII")
 
 
 def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[ExtraKey, ...]:
-    """The extra keys of the first `num_tokens` tokens, the last one cut off there."""
+    """The extra keys of the first `num_tokens` tokens, the last key cut off there."""
     return tuple(
         extra._replace(length=min(extra.length, num_tokens - extra.start))
         for extra in extra_keys

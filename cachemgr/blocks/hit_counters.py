@@ -25,7 +25,7 @@ class TokenMeter:
 
     `salts` has the most recently active salts, each with its lookups since it got its entry; `others` has all other
     lookups. This is the space-saving algorithm with a half-life: a salt without an entry takes the entry and the weight
-    of the least active salt. So a salt with more than 1 / MAX_SALTS of the tokens always has an entry.
+    of the least active salt. So a salt with more than 1 / MAX_SALTS of the discounted tokens always has an entry.
     """
 
     __slots__ = ("_buckets", "_halved_at", "_weights", "others", "salts", "total")

@@ -22,9 +22,9 @@ _DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
 class CopyTicket(Protocol):
-    """An open copy from one tier to a lower tier, which has a reference to its target.
+    """An open copy from one tier to a lower tier. The copy has a reference to its target.
 
-    `holds_source` says whether it has a reference to its source, too.
+    `holds_source` says whether the copy has a reference to its source, too.
     """
 
     source: Block | None
@@ -58,7 +58,7 @@ class WriteThrough:
         self.running = 0
         # Replaced blocks in lower tiers that copies still use, with the device blocks that have replaced them.
         self.successors: dict[Block, Block] = {}
-        # Device blocks that may lack a copy; the last one is copied next.
+        # Device blocks that may lack a copy; the newest entry is copied next.
         self.queue: deque[Block] = deque(maxlen=pool.device.size if enabled and self.tier is not None else 0)
 
     # Changes of blocks
@@ -78,7 +78,7 @@ class WriteThrough:
         self.enqueue(block)
 
     def inherit(self, old: Block) -> bool:
-        """Keeps a replaced block's lower slot as its successor's copy. False if the successor has no use for it."""
+        """Keeps a replaced block's lower slot as its successor's copy. False if no successor can use the slot."""
         block, pool = self.successors.pop(old, None), self._pool
         if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
             return False
@@ -95,7 +95,7 @@ class WriteThrough:
         self.successors.pop(old, None)
 
     def end(self, block: Block) -> None:
-        """Frees the copy of a block that left the device or tree; overwrites it if the block must be overwritten."""
+        """Frees the copy of a block that left the device or tree. If the block must be overwritten, so is the copy."""
         pool = self._pool
         zeroed = block in pool.zero_on_free
         index = self.copies.pop(block, None)
@@ -139,7 +139,7 @@ class WriteThrough:
         self._pool.report_stored(block)
         return index
 
-    # Making more
+    # New copies
 
     def next(self, limit: int) -> list[Block]:
         """Blocks to copy down now, at most `limit`, parents before children."""
@@ -176,7 +176,7 @@ class WriteThrough:
             return False
         if block.priority >= offload_floor(block, pool.offload_min_priority):
             return True
-        # Its children below are useless without it.
+        # Children in lower tiers are useless without the block.
         return pool.window is None and any(not pool.is_on_device(child) for child in children_of(block))
 
     def begun(self, ticket: CopyTicket) -> None:
@@ -211,7 +211,10 @@ class Offloader:
         self.draining: dict[Block | None, CopyTicket] = {}
 
     def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-        """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference."""
+        """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference.
+
+        Returns DROPPED, without a change, if the block cannot or need not be offloaded; the caller drops the block.
+        """
         pool, lower = self._pool, tier.below
         if lower is None:
             return _DROPPED
@@ -286,7 +289,7 @@ class Offloader:
             ticket.offer()
 
     def demote(self, block: Block) -> bool:
-        """Offloads an evictable device block now; the copy reserves its slot. False if it may not be offloaded."""
+        """Offloads an evictable device block now; a copy reserves its slot. False if the block cannot be offloaded."""
         pool, device, slot, account = self._pool, self._pool.device, block.index, account_of(block)
         device.accounts.delist(block, account)
         device.cached -= 1

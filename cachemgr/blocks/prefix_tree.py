@@ -1,8 +1,8 @@
 """The prefix tree of a pool: blocks by key, and the children of each block.
 
 The children of a node are sorted by their extra bytes, then by their packed tokens. In this order, the sibling with the
-longest common prefix is a neighbour of the position where the tokens would go, and so is every sibling that begins
-with them. Only siblings with equal extra bytes have a common prefix.
+longest common prefix is a neighbour of the position where the tokens would go. Siblings that begin with all of the
+tokens follow directly after this position. Only siblings with equal extra bytes have a common prefix.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +13,7 @@ from cachemgr.blocks.block import Block, Node
 from protos.kvcommon.tokens import TOKEN_BYTES
 
 _ORDER = attrgetter("scope.extra", "tokens")
-# The limit on each side, if the nearest children cannot be used.
+# How many children are examined on each side of a position, if the nearest children cannot be used.
 _MOST_LOOKED_AT = 32
 
 
@@ -32,11 +32,11 @@ class PrefixTree:
         self.tombstones: dict[bytes, Node] = {}
 
     def node(self, key: bytes) -> Node | None:
-        """The block with this key, or its tombstone."""
+        """The block with this key, or its tombstone; None if there is neither."""
         return self.by_key.get(key) or self.tombstones.get(key)
 
     def parent(self, key: bytes) -> Node:
-        """The node with this key, which is about to get a child."""
+        """The node with this key, or a new tombstone; the caller must add a child."""
         node = self.node(key)
         if node is None:
             node = self.tombstones[key] = Node(key)
@@ -156,7 +156,7 @@ def closest_child(
 
 
 def covering_child(node: Node, tokens: bytes, extra: bytes = b"") -> Block | None:
-    """Returns a child that begins with these tokens."""
+    """Returns a child that begins with these tokens; None if there is none."""
     children = node.children if isinstance(node.children, list) else children_of(node)
     index = bisect_left(children, (extra, tokens), key=_ORDER)
     for block in children[index : index + 1]:
@@ -166,7 +166,7 @@ def covering_child(node: Node, tokens: bytes, extra: bytes = b"") -> Block | Non
 
 
 def longer_sibling(node: Node, block: Block) -> Block | None:
-    """Returns a sibling that begins with all tokens of this block."""
+    """Returns a sibling that begins with all tokens of this block; None if there is none."""
     children = node.children
     if not isinstance(children, list):
         return None

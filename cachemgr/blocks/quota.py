@@ -51,7 +51,7 @@ class Shares:
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
-        """Notes that a share has an evictable block at this position. most: the number of shares bounds the heap."""
+        """Notes that a share has an evictable block at this position. most: number of shares, which bounds the heap."""
         position = self._positions.get(share)
         if (position is not None and position <= at) or not self._may_lose(share):
             return
@@ -106,8 +106,8 @@ class TierAccounts:
     ) -> int:
         """How many of `free` slots an account may take within other accounts' floors and its own ceiling.
 
-        `claimed` are cached blocks that are about to be used and that `free` leaves out. Negative if the account is
-        above its ceiling.
+        `claimed` are cached blocks that are about to be used and that `free` leaves out. Negative if slots are missing,
+        as above the ceiling.
         """
         if account is None and not self.shares:
             return free
@@ -147,7 +147,7 @@ class TierAccounts:
         (self.order if share is None else share.order).remove(block)
 
     def victim(self, account: Account | None) -> Block | None:
-        """The block that is evicted when an account needs a slot."""
+        """The block that is evicted when an account needs a slot; None if no block may be evicted."""
         if not self.shares:
             return self.order.first()
         first = self.order.first()
@@ -176,7 +176,7 @@ class TierAccounts:
         """Raises SequenceTooLongError if `wanted` exceeds the account's ceiling."""
         share = self._share(account)
         if share is not None and share.ceiling is not None and wanted > share.ceiling:
-            text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
+            text = f"the sequence needs {wanted} blocks, more than the {share.ceiling} of its quota"
             raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
 
     def is_closed(self, account: Account | None) -> bool:

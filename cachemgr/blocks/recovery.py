@@ -48,10 +48,10 @@ def restart(
     held: Mapping[Block, int],
     zeroing: Iterable[int],
 ) -> None:
-    """Resets a pool after its executor restarted: the device is void; a lower slot counts if its copy is on record.
+    """Resets a pool after its executor restarted. Blocks stay only if `filled` confirms a copy in a lower slot.
 
     `filled` has the tickets that filled the slots of each lower tier. Blocks that stay keep the references `held`;
-    callers must end all other references first. Lower indexes in `zeroing` are overwritten.
+    callers must end all other references first. Lower indexes in `zeroing` are overwritten, unless a block stays there.
     """
     tree = pool.tree
     staying = {block: index for block in tree.by_key.values() if (index := _slot_below(pool, block, filled))}
@@ -167,7 +167,7 @@ class Recovery:
         self.forgotten = forgotten
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
-        # All uses since then are later. The recency of former device blocks counts down from here.
+        # Former device blocks get a recency that counts down from here; every new use gets a larger recency.
         self._last_uses = [pool.lru_clock for pool in pools]
         for pool in pools:
             group = pool.spec.group
@@ -194,7 +194,11 @@ class Recovery:
                 self._zero(pool, tier, slot)
 
     def restore(self, record: BlockRecord) -> None:
-        """Adopts a block in the slot that holds its bytes. Within a priority, blocks are evicted in LRU order."""
+        """Adopts a stored block in the slot that holds its bytes; reports a block without valid bytes as removed.
+
+        Has a forgotten or purged block overwritten instead. Within a priority, lower blocks keep their LRU order, and
+        former device blocks, whose last uses are unknown, are evicted in the reverse order of these calls.
+        """
         pool = self._pools[record.group] if record.group < len(self._pools) else None
         if pool is not None and self._is_forgotten(record):
             # Its descendants are forgotten too, even if its own bytes are lost.
@@ -215,8 +219,8 @@ class Recovery:
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.request.holder):
                 self._leases.revoke(pool, block, lease.request.holder, RemovalCause.RULE_CHANGED)
-        # The block may be in the slot of its write-through copy. Its leases may have started, may be covered, or may
-        # come from a block that it covers.
+        # The block may be in the slot of its write-through copy. Clocks of its leases may have started, leases may have
+        # ended with a deleted rule or outdated weights, and leases may come from a block that the block covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
             self._journal.stored(self._spec.executor_id, *found.tier_slot, partial(pool.record, block))
@@ -303,7 +307,7 @@ class Recovery:
         return child_key(parent_key, record.tokens, record.extra) == record.key
 
     def _is_on_device(self, record: BlockRecord) -> bool:
-        """Whether no step has written to the slot since then, and the parent is on the device too."""
+        """Whether no step wrote to the slot after `stored_step`. Full attention also needs the parent on the device."""
         pool = self._pools[record.group]
         if not pool.device.is_unread(record.slot):
             return False

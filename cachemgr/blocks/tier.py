@@ -16,9 +16,10 @@ from cachemgr.types import RemovalCause, TierKind
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds.
+    """What happened in a tier since its pool was registered; `removed` is by cause.
 
     `written_through` counts copies of blocks that stayed on the device, `restored` blocks from before a restart.
+    `idle_before_eviction_seconds` is the total for `timed_evictions`, a sample of the evictions.
     """
 
     allocated: int = 0
@@ -39,7 +40,7 @@ class TierCounters:
 
     @property
     def mean_idle_before_eviction(self) -> float:
-        """Mean time from the last use of a block to its eviction."""
+        """Mean seconds from the last use of a block to its eviction; 0 before the first eviction."""
         return self.idle_before_eviction_seconds / self.timed_evictions if self.timed_evictions else 0.0
 
     def note_idle_before_eviction(self, seconds: float) -> None:
@@ -55,9 +56,9 @@ _PORTION = 4096
 class Tier:
     """Slots 1..size of one kind of memory.
 
-    Indexes number the slots of all tiers of a pool in one row; the first slot is at index `offset` + 1. `used` counts
-    blocks with references, `cached` blocks without. Slots that the pool may not use are `withheld`; while still in use,
-    they count in `to_withhold`.
+    Indexes number the slots of all tiers of a pool consecutively; the first slot is at index `offset` + 1. `used`
+    counts blocks with references, `cached` blocks without. Slots that the pool may not use are `withheld`;
+    `to_withhold` counts slots that are still to be withheld, once they are free.
     """
 
     def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
@@ -79,7 +80,7 @@ class Tier:
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill the device's slots.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
         # Indexes of empty slots, longest empty first. Indexes that were never allocated are added in portions, since
-        # listing millions would delay a registration. While any are left, some are here.
+        # listing millions would delay a registration. While such indexes are left, the queue is not empty.
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
         self._refill()
@@ -127,7 +128,7 @@ class Tier:
         self._fresh = self._fresh[_PORTION:]
 
     def withhold(self, count: int) -> None:
-        """Withholds `count` slots, which must be empty."""
+        """Withholds `count` slots. Requires that `count` slots are empty."""
         goal = len(self.withheld) + count
         fresh = self._fresh[max(0, len(self._fresh) - count) :]
         self._fresh = self._fresh[: len(self._fresh) - len(fresh)]
@@ -144,7 +145,7 @@ class Tier:
         return len(self.withheld) - len(self.clearing) + self.to_withhold
 
     def release_withheld(self, count: int) -> None:
-        """Makes `count` more slots usable, slots to be withheld first. Requires that `count` slots are ready."""
+        """Makes `count` more slots usable, first slots that are still to be withheld. Requires `count` ready slots."""
         kept = min(self.to_withhold, count)
         self.to_withhold -= kept
         count -= kept
@@ -156,7 +157,7 @@ class Tier:
         del self.withheld[-count:]
 
     def await_stored_blocks(self, filled: Sequence[int]) -> None:
-        """Reserves the empty slots for stored blocks; `filled` is 0 for each slot that was never filled."""
+        """Makes the empty slots unread: stored blocks may be there. `filled` has 0 for slots that were never filled."""
         is_whole = self.num_empty == self.size
         free = None if is_whole else (index - self.offset for index in self.all_empty())
         self.unread = UnreadSlots(islice(filled, self.size), free)
@@ -184,6 +185,6 @@ class Tier:
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that can be allocated for an account, within other accounts' floors and its own ceiling.
 
-        `claimed` are cached blocks that are about to be used. Negative if the account is above its ceiling.
+        `claimed` are cached blocks that are about to be used. Negative if slots are missing, as above the ceiling.
         """
         return self.accounts.allowed(self.free - len(claimed), account, claimed, within_ceiling=within_ceiling)

@@ -17,8 +17,8 @@ def _excluded(mark: int) -> bytes:
 class UnreadSlots:
     """Free slots in which a stored block may turn out to be.
 
-    They are allocated last; among them, slots that were never filled come first. Each operation takes constant time
-    on average.
+    They are allocated last; among them, slots that were never filled come first. Except for `take_many` and iteration,
+    each operation takes constant time on average.
     """
 
     def __init__(self, filled: Iterable[int], free: Iterable[int] | None) -> None:
@@ -49,7 +49,7 @@ class UnreadSlots:
         self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
         if index < 0:
             self._begin = len(self._marks)
-            # A prompt's slots were allocated in ascending order, so the last ones have the fewest descendants.
+            # A prompt's slots were allocated in ascending order, so the last slots have the fewest descendants.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
         self.exclude(index + 1)

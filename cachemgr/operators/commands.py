@@ -75,8 +75,9 @@ class OperatorCommands:
     # Blocks
 
     def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
-        """Drops blocks that are cached at the beginning and not in use, with their descendants.
+        """Drops blocks that are cached when the call begins and not in use, with their descendants.
 
+        Stored blocks that are not restored yet, and that the filter may match, are overwritten instead of restored.
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
         self._state.begin()
@@ -325,7 +326,10 @@ class OperatorCommands:
         yield from self._change_accounts([key])
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
-        """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
+        """Carries out hints about a cached prefix; returns one answer per hint, and the copies that the hints began.
+
+        Raises InvalidField, UnknownExecutorError.
+        """
         now = self._state.begin()
         check_hints("hints", hints)
         executors = self._state.check_prefix("prefix", prefix)
@@ -342,7 +346,10 @@ class OperatorCommands:
     # Pins and holds
 
     def pin_prefix(self, prefix: Prefix, owner: str, duration: float, *, validate_only: bool) -> list[Pinned]:
-        """Pins a cached prefix in each executor that has it. Raises InvalidField, UnknownExecutorError."""
+        """Pins a cached prefix in each executor that has it; returns one answer per executor.
+
+        Raises InvalidField, UnknownExecutorError.
+        """
         now = self._state.begin()
         executors = self._state.check_prefix("prefix", prefix)
         check_id("owner", owner)
@@ -369,8 +376,8 @@ class OperatorCommands:
         """Restores the entries of an earlier manager. Entries that have changed since then are newer and stay.
 
         Rules and quotas apply from now on; if very many cached blocks must be counted against new quotas, later calls
-        of `expire` do so. A share applies at once if its pool has the size that it was set for; otherwise, from
-        the next registration of the executor.
+        of `expire` do so. A share applies at once if its pool has the size that the share was set for, and enough free
+        blocks and memory; otherwise, from the next registration of the executor.
         """
         self._state.begin()
         for spec in rules:
@@ -409,7 +416,7 @@ class OperatorCommands:
 
 
 def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
-    """Cached blocks whose tokens, after their ancestors' tokens, are a prefix of these tokens."""
+    """Cached blocks on the path of these tokens; the last tokens may match only the beginning of a block."""
     found: list[Block] = []
     nodes: list[Node] = list(pool.tree.tombstones.values())
     while nodes:

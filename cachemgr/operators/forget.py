@@ -66,7 +66,10 @@ class Forgetting:
             _leave_nothing(sequence)
 
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
-        """Removes blocks from the index. Free blocks are overwritten now, used blocks when they are released."""
+        """Removes blocks from the index. Free blocks are overwritten now, used blocks when they are released.
+
+        With `validate_only`, only counts the blocks.
+        """
         receipt = self._receipt
         there = [(one, [(pool, list(pool.tree.by_key)) for pool in one.pools]) for one in self._executors]
         for executor in self._executors:
@@ -173,7 +176,7 @@ class Forgetting:
     ) -> Steps[set[Block]]:
         """The session's blocks that other sessions use, or whose descendants they have stored.
 
-        A block whose ancestors are lost in another group can never match again, and needs no ancestors.
+        A block whose key a full-attention group loses can never match again, and needs no ancestors.
         """
         found: set[Block] = set()
         by_depth: dict[int, list[Block]] = {}
@@ -295,7 +298,7 @@ def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
 
 
 def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
-    """The blocks of a prompt and, if a block is lost, its descendants."""
+    """The blocks of a prompt, blocks that partly match its last tokens, and the children of its lost blocks."""
     assert target.prefix is not None
     found: list[Block] = []
     for version in executor.scopes.weight_versions:
@@ -353,7 +356,7 @@ class ForgetHistory:
         """Notes a call that begins, with its target; returns the number of the call."""
         target = forgetting.target
         if target.prefix is not None:
-            # In a request, the token ids are a list, which cannot be hashed.
+            # Token ids may be a list, which cannot be hashed.
             target = ForgetTarget(prefix=replace(target.prefix, token_ids=tuple(target.prefix.token_ids)))
         self._number += 1
         if self._targets.pop(target, None) is None:

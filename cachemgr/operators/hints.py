@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # An action's outcome, its detail, and how many blocks it changed.
 Result = tuple[HintOutcome, str, int]
 
-# The limit on blocks of all pins of one envelope together: some 30 ms of work.
+# Once the pins of one envelope have this many blocks, further pins are rejected: some 30 ms of work.
 MAX_PINNED_BLOCKS = 1 << 15
 
 
@@ -50,8 +50,9 @@ class HintRunner:
         self._config = config
         self._now = now
         self._is_last_request = True
-        # Kept because looking a long prompt up for each of very many actions is slow: cached blocks of the prefix until
-        # an action moves blocks, and results of moves that moved no block until an action changes anything.
+        # Kept between actions, since looking a long prompt up for each of very many actions is slow. Cached blocks of
+        # the prefix are kept until an action moves blocks. Results of moves that moved no block are kept until an
+        # action changes anything.
         self._found: Blocks | None = None
         # By executor: the blocks that a pin may keep.
         self._pinnable: list[tuple[Executor, Blocks]] | None = None
@@ -64,7 +65,7 @@ class HintRunner:
         requests = [index for index, action in enumerate(hints.actions) if gives_retention(action)]
         answers = []
         for index, action in enumerate(hints.actions):
-            # Each request replaces the request before; only the last is granted on every block.
+            # Each request replaces the previous request; only the last request is granted, on every block.
             self._is_last_request = index == requests[-1] if requests else False
             answers.append(self._answer(action))
         if not later:
@@ -136,7 +137,7 @@ class HintRunner:
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:
-        """Grants a request unless a later action replaces it; returns how many blocks have it, or would have had it."""
+        """Grants a request unless a later action replaces it; returns how many blocks got the lease, or would have."""
         if not self._is_last_request:
             return len(blocks)
         self._futile.clear()

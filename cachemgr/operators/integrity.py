@@ -103,7 +103,7 @@ class _Check:
                 yield ticket.source
 
     def counters(self) -> Iterator[None]:
-        """Checks that the counters of tiers and quotas match a recount."""
+        """Checks that counters of tiers and quotas, and the next block to evict among quotas, match a recount."""
         pool = self._pool
         for tier in pool.tiers:
             name = tier.kind.name.lower()
@@ -131,10 +131,16 @@ class _Check:
             indexes = sorted(
                 one.target.index for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier
             )
-            self._report(indexes == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
+            self._report(
+                indexes == sorted(tier.clearing), 0, f"has other open overwrites of {name} slots than it waits for"
+            )
             possible = tier.used + tier.cached + tier.num_empty
             self._report(0 <= tier.to_withhold <= possible, 0, f"has to withhold more {name} slots than it has")
-            self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
+            self._report(
+                tier.clearing.issubset(tier.withheld),
+                0,
+                f"waits for the overwriting of a {name} slot that is not withheld",
+            )
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
             self._report(tier.indexed == indexed, 0, f"counts {tier.indexed} indexed {name} blocks, {indexed} are")
@@ -170,7 +176,7 @@ class _Check:
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
     def write_through_copies(self) -> Iterator[None]:
-        """Checks that only device blocks that need a write-through copy have one."""
+        """Checks that only device blocks that need a write-through copy have one, and that open copies have tickets."""
         pool, write_through = self._pool, self._pool.write_through
         for block, index in write_through.copies.items():
             yield
@@ -249,7 +255,7 @@ class _Check:
             )
             waiting = any(lease.deadline is None and lease.request.duration is not None for lease in leases)
             self._report(
-                not waiting or block.refs > 0, block.index, "is evictable, and the clock of a lease stands still"
+                not waiting or block.refs > 0, block.index, "is evictable, but the clock of a lease has not started"
             )
 
     def keys(self) -> Iterator[None]:
@@ -298,7 +304,7 @@ class _Check:
                 self._report(
                     block.children_in_tier == near,
                     block.index,
-                    f"counts {block.children_in_tier} children near it, {near} are",
+                    f"counts {block.children_in_tier} children in its tier, {near} are",
                 )
         # In parts, since freeing a million entries at once takes long.
         while parents:
@@ -358,7 +364,7 @@ class _Check:
                         self._report(
                             block.writer is sequence,
                             block.index,
-                            "is written by a sequence without it",
+                            "has another writer than the sequence that fills it",
                         )
                         self._report(block.parent is None, block.index, "is written while it can be found")
                         owners[block] = sequence.handle

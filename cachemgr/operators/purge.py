@@ -11,7 +11,7 @@ from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
 def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
-    """Whether a filter matches a block; ignores the filter's prefix."""
+    """Whether a filter matches a block; ignores the filter's pool and prefix."""
     scope = block.scope
     if scope is None:
         wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
@@ -30,7 +30,7 @@ def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
 
 
 def may_match_record(selected: BlockFilter, record: BlockRecord) -> bool:
-    """Whether a filter may match a stored block, whose tier and priority are not known yet."""
+    """Whether a filter may match a stored block; ignores the filter's pool, prefix, tier and priority."""
     return (
         selected.salt in (None, record.salt)
         and selected.adapter_id in (None, record.adapter_id)

@@ -72,7 +72,7 @@ class RemovalPlan:
                         yield pool, block
 
     def deepest_first(self) -> Iterator[tuple[bytes, tuple[BlockPool, ...]]]:
-        """Yields every key once, descendants before their ancestors."""
+        """Yields every key once, with its pools, descendants before their ancestors. Empties the plan."""
         for depth in sorted(self._by_depth, reverse=True):
             for key, number in self._by_depth.pop(depth).items():
                 yield key, self._holders[number]

@@ -50,7 +50,7 @@ class SnapshotReader:
         self._touched[pool_id, key] = None
 
     def steps(self) -> Iterator[None]:
-        """Reads a block per step; the cache may change in between, and `catch_up` must follow each time."""
+        """Reads a slot per step. The cache may change between steps: call `catch_up` often, and after the last step."""
         for pool in [pool for executor in self._executors() for pool in executor.pools]:
             blocks, index = pool.blocks, 0
             while index < len(blocks):

@@ -1,4 +1,4 @@
-"""Replays an operation log and prints the resulting state, so that a bug report is a file."""
+"""Replays an operation log and reports the resulting state, so that one file suffices as a bug report."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -27,16 +27,18 @@ from cachemgr.types import ManagerConfig, PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 START = "Start"
-ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
+ENDED = Gauge(
+    "kvkeep_operation_log_ended", "Whether the operation log has ended early: its disk is full, or a write failed."
+)
 log = structlog.get_logger()
 
 
 class OperationLogError(ValueError):
-    """The file is no operation log, or was written by a different version."""
+    """The file is no operation log, was written by a different version, or cannot be created."""
 
 
 class OperationLog:
-    """Writes each entry before its call is carried out, so that a crash loses none.
+    """Writes each entry before its call is carried out, so that a crash of the process loses no entry.
 
     No call fails because of the log. If an entry cannot be written, the log ends there for good, since a replay needs
     every call. `is_whole`, a metric and one line in the process's log report this.
@@ -70,7 +72,7 @@ class OperationLog:
         except OSError as error:
             raise OperationLogError(
                 f"cannot create the operation log {path}: {error.strerror}; "
-                "KVKEEP_CACHEMGR_OPERATION_LOG names another file, or none"
+                "set KVKEEP_CACHEMGR_OPERATION_LOG to another file, or leave it out"
             ) from error
         return cls(os.fdopen(descriptor, "wb", buffering=0), now, epoch, config)
 
@@ -137,7 +139,7 @@ def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:
     """Yields all entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
     while True:
         try:
-            # It only needs `read`, and returns None at the end.
+            # The function only calls `read` on the file, and returns None at the end of the file.
             entry = cast(
                 "pb.LoggedOperation | None",
                 proto.parse_length_prefixed(pb.LoggedOperation, cast("io.BytesIO", file)),

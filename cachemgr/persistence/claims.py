@@ -54,7 +54,7 @@ class Claim:
 class Absences:
     """Notes in Redis when each executor was last present, on the operators' clock, which resumes where it stopped.
 
-    A separate hash has the names of executors, so that a new manager finds the previous manager's executors.
+    One hash maps executors to these times, so that a new manager finds the previous manager's executors.
     """
 
     def __init__(self, redis: Redis, keys: Keys, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:

@@ -66,7 +66,7 @@ def compare_entries(
     is_pending: Callable[[str], bool],
     executor_id: str = "",
 ) -> list[Difference]:
-    """Compares operators' entries likewise; pins have their end time."""
+    """Compares operators' entries in the same way; pins have their end time instead of the remaining time."""
     have = {entry_name(entry): entry for entry in stored}
     want = {entry_name(entry): entry for entry in present}
     names = [name for name in {**have, **want} if not is_pending(name)]

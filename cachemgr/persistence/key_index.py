@@ -223,7 +223,7 @@ class KeyIndex:
     # Events
 
     async def _follow(self) -> None:
-        """Processes all events."""
+        """Processes all events, and marks pools that have too many changes, or old entries, to be written again."""
         while self._number != self._queries.last_event:
             try:
                 events = self._queries.events_after(self._number, _EVENTS)

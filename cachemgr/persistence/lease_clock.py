@@ -1,4 +1,4 @@
-"""The time of an executor's leases and pins: a clock that runs while a manager does.
+"""The time of an executor's leases and pins: a clock that runs only while a manager runs.
 
 Redis keeps the clock's time beside the records, whose end times are on this clock; the remaining time is the
 difference. So as time passes, only the clock is written, and the clocks of two hosts are never compared.

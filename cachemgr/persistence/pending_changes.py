@@ -76,7 +76,7 @@ class PendingBlocks:
         return had
 
     def take(self, unread: Container[str] = ()) -> tuple[str, Changes] | None:
-        """Hands out the changes of the executor that waits longest. Changes of `unread` executors wait."""
+        """Hands out the changes of the executor that waits longest, or None. Changes of `unread` executors wait."""
         executor_id = next((one for one in self._changes if one not in unread), None)
         if executor_id is None:
             return None

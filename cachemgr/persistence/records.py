@@ -30,11 +30,11 @@ _PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
 
 
 class RecordError(ValueError):
-    """Bytes in Redis are no record of this version; the reader skips them."""
+    """Bytes are no record of this version. Readers of Redis skip them; a replay of an operation log fails."""
 
 
 def encode_slot(group: int, tier: TierKind, slot: int) -> bytes:
-    """Encodes the hash field of a block, its slot, so that a new block in a slot replaces the old block."""
+    """Encodes a slot as the hash field of its block, so that a new block in the slot replaces the old block."""
     return _SLOT.pack(group, tier, slot)
 
 

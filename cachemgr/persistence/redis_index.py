@@ -36,7 +36,9 @@ from cachemgr.types import Slot
 from protos.rpc.redis_client import UNAVAILABLE, reason
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
-PENDING = Gauge("kvkeep_redis_pending_blocks", "Changed blocks that are not written to Redis yet.")
+PENDING = Gauge(
+    "kvkeep_redis_pending_blocks", "Changed blocks and operators' entries that are not written to Redis yet."
+)
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
 RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose stored blocks are not all restored yet.")
@@ -131,7 +133,11 @@ class IndexStore:
             await self.flush_soon(None)
 
     async def flush(self) -> bool:
-        """Writes all pending changes; returns False if Redis could not be reached. The changes then stay queued."""
+        """Writes pending changes; returns False if Redis could not be reached. The changes then stay queued.
+
+        Also returns False once a later manager has claimed the keys. Changes of executors whose copy is not restored
+        yet stay queued, whatever the result.
+        """
         async with self._one_at_a_time:
             self._queue.has_changed.clear()
             self._queue.is_large.clear()
@@ -147,11 +153,13 @@ class IndexStore:
         await self.flush_soon(START_SECONDS)
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
-        """Like `flush`, but returns False after `seconds`, while the flush continues in the background."""
+        """Like `flush`, but returns False after `seconds`, if given; the flush then continues in the background."""
         return await self._run_bounded(self.flush(), seconds) or False
 
     async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
-        """The result of the work; None if it takes too long. The work then continues, even if the caller is cancelled.
+        """The result of the work; None if it takes too long, and Redis then counts as down.
+
+        The work then continues, also if the caller is cancelled.
 
         An exchange with Redis is never cancelled, because the outcome would be unknown. Redis's client may also swallow
         the cancellation: the client uses asyncio.wait_for, which can lose a cancellation in Python 3.11.
@@ -264,8 +272,9 @@ class IndexStore:
     async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
         """Begins to read Redis's copy of an executor, and waits for it for at most `seconds`.
 
-        The reading takes as long as necessary, even while Redis is down. Until the manager has accepted the epoch,
-        nothing of the executor is written, so nothing is deleted unread. A new registration reads the copy again.
+        The reading takes as long as necessary, even while Redis is down. Until the copy is restored, no change of the
+        executor is written, so nothing is deleted unread. If blocks of the copy were handed out for an earlier
+        registration, the copy is read again.
         """
         reading = self._readings.get(executor_id)
         if reading is None or reading.is_spent:
@@ -403,9 +412,9 @@ class IndexStore:
         self._queue.note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
-        """Differences between Redis and the manager, once Redis has all changes; None if Redis is away or too slow.
+        """Differences between Redis and the manager, once Redis has all changes; None if Redis is down or too slow.
 
-        Meanwhile, other writes wait.
+        Leaves out executors whose copy is not restored yet. Other writes wait until the end of the comparison.
         """
         return await self._run_bounded(self._compare(list(executor_ids)), COMPARE_SECONDS)
 

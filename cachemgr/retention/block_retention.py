@@ -70,7 +70,11 @@ class BlockRetention:
         return None
 
     def _ruled(self, position: int, own: RetentionRequest | None) -> RetentionRequest | None:
-        """Applies rules: they set priorities only if the request sets nothing; their offload floors always count."""
+        """Applies the first rule that covers the block and has a retention request.
+
+        If the sequence sets nothing, the rule's request counts. Otherwise, the rule only adds its offload floor to the
+        sequence's own request for the block; a block without such a request gets no floor.
+        """
         for rule, match in self.rules:
             ruled = rule.request() if rule.spec.match == match and rule.covers(position) else None
             if ruled is None:

@@ -13,8 +13,8 @@ MAX_PRIORITY = 100
 MAX_RANGES = 64
 # The limit of google.protobuf.Duration, in seconds.
 MAX_DURATION = 315_576_000_000.0
-# The limit on a session's lease, in seconds, since the end of a session is never announced. The session's next request
-# begins a new lease. It also limits a hint without a session, whose request cannot be taken back.
+# The duration, in seconds, of leases that sessions request without a duration, since the end of a session is never
+# announced. The session's next request begins a new lease. Also for hints without a session, which cannot be revoked.
 MAX_SESSION_SECONDS = 86_400.0
 
 

@@ -1,6 +1,6 @@
 """The envelope of hints and the retention that hints ask for, before any hint is carried out.
 
-The envelope is the one of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
+The envelope has the format of vLLM and Dynamo: protocol_version "0.1", message_id, and actions with action_id,
 action_type, action_version and a payload.
 """
 
@@ -63,7 +63,7 @@ class PayloadError(ValueError):
 
 
 def gives_retention(action: HintAction) -> bool:
-    """Whether an action can be carried out and gives the retention request of the holder."""
+    """Whether an action is valid and sets the holder's retention request: Retain, or Demote without a tier."""
     payload = action.payload
     try:
         if action.action_version != ACTION_VERSION:
@@ -94,5 +94,5 @@ def seconds_of(payload: Mapping[str, Any], *, required: bool) -> float | None:
     if value is None and not required:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DURATION:
-        raise PayloadError("duration_seconds must be greater than zero")
+        raise PayloadError("duration_seconds must be a number greater than zero, and at most 10,000 years")
     return float(value)

@@ -93,7 +93,7 @@ class Lease:
         self.next: Lease | None = None
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until the lease ends; None for no end."""
+        """Seconds until the lease ends; the whole duration until the clock starts; None for no end."""
         return self.request.duration if self.deadline is None else max(0.0, self.deadline - now)
 
 
@@ -215,7 +215,7 @@ class LeaseBook:
         return self._deadlines.is_due(self.now)
 
     def grant(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> bool:
-        """Adds a lease, which replaces the holder's older lease. False if there are too many and it is the lowest."""
+        """Adds a lease, which replaces the holder's older lease. False if too many leases outrank the new lease."""
         lease = Lease(pool, block, request)
         self._end_older(lease, block)
         broken = self._add(lease, block)
@@ -233,7 +233,7 @@ class LeaseBook:
         return is_granted
 
     def start(self, block: LeasedBlock) -> bool:
-        """Starts the clocks of a block without references. Returns whether there were any to start."""
+        """Starts the clocks of a block without references. Returns whether any clock has started."""
         started = [lease for lease in leases_of(block) if lease.deadline is None and lease.request.duration is not None]
         for lease in started:
             assert lease.request.duration is not None
@@ -270,7 +270,7 @@ class LeaseBook:
             self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
 
     def forget(self, block: LeasedBlock) -> None:
-        """Ends all leases of a block that never entered the prefix tree; these leases were never announced."""
+        """Ends all leases of a block without events: the block was never indexed, or its executor is lost."""
         for lease in leases_of(block):
             self._unlink(lease, block)
         # The slot may still have to wait for a copy.
@@ -285,7 +285,7 @@ class LeaseBook:
         block.priority = DEFAULT_PRIORITY
 
     def revoke(self, pool: LeasedPool, block: LeasedBlock, holder: str, cause: RemovalCause) -> None:
-        """Ends a holder's lease of a block that stays in the prefix tree."""
+        """Ends a holder's lease of a block that stays. Without an event if the block is not in the prefix tree."""
         for lease in leases_of(block):
             if lease.request.holder == holder:
                 view = self.view(lease)

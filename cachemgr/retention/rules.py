@@ -1,6 +1,7 @@
 """Operators' rules for requests: which rules match a request. `BlockRetention` applies them.
 
-Priorities of rules count if a request sets none; offload floors of rules always count.
+Priorities of rules count if a request sets no retention. Otherwise, the first rule for a block only adds its offload
+floor to the request's own lease; blocks without such a lease get no floor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _Scope = tuple[str | None, str | None, int | None]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# The limit on rules for the same prompts, whatever their block ranges: an admission asks each about each block.
+# The limit on rules for the same prompts, whatever their block ranges: an admission checks each rule for each block.
 MAX_ALIKE = 64
 FIELDS = ("order", "match", "action")
 
@@ -60,7 +61,7 @@ class Rule:
         return match.end is None or position < match.end
 
     def request(self) -> RetentionRequest | None:
-        """The rule's retention request for the blocks that it covers."""
+        """The rule's retention request for the blocks that it covers; None without a priority or an offload floor."""
         action = self.spec.action
         if action.priority is None and action.offload_min_priority is None:
             return None
@@ -231,7 +232,7 @@ def _prompt_of(match: RuleMatch) -> tuple[_Scope, bytes]:
 
 def _check_etag(field: str, given: str, current: str) -> None:
     if given and given != current:
-        raise StaleRuleError("the rule has changed since", fields={field: f"is not the current {current}"})
+        raise StaleRuleError("the etag of the rule is outdated", fields={field: f"is not the current {current}"})
 
 
 def _with_field(known: RetentionRule, given: RetentionRule, path: str, index: int) -> RetentionRule:

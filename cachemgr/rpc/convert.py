@@ -237,7 +237,7 @@ def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration)
 def pool(view: types.PoolView) -> pb.Pool:
     return pb.Pool(
         pool_id=view.pool_id,
-        # Its fields have the names of the message's.
+        # The fields have the same names as the fields of the message.
         spec=pb.PoolSpec(**asdict(view.spec)),
         block_size=view.block_size,
         total_blocks=view.total_blocks,
@@ -344,7 +344,7 @@ def executor(spec: types.ExecutorSpec, *, lost: bool = False) -> pb.Executor:
         model=spec.model,
         model_fingerprint=spec.model_fingerprint,
         block_size=spec.block_size,
-        # Its fields have the names of the message's.
+        # The fields have the same names as the fields of the message.
         pools=[pb.PoolSpec(**asdict(pool)) for pool in spec.pools],
         weight_version=spec.weight_version,
     )

@@ -127,9 +127,11 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
-        """Admits sequences in order, up to the first that fails or finds no room. Other calls run between slices.
+        """Admits sequences in order. Other calls run between slices.
 
-        A sequence without room within its quota does not stop later ones. Raises only errors of `admissions[0]`.
+        The answers end before the first sequence that fails, or with the first sequence that finds no room. A sequence
+        whose quota is full does not stop later sequences. Raises InvalidField for a wrong number of admissions, and
+        errors of `admissions[0]`.
         """
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")

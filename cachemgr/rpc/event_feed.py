@@ -1,4 +1,4 @@
-"""Wakes the watchers of events whenever a call may have caused some."""
+"""Wakes the watchers of events after each call that may have caused events."""
 
 import asyncio
 

@@ -30,7 +30,7 @@ MAX_EVENTS, MAX_BYTES = 512, 1 << 20
 MAX_KEYS = 4096
 # The minimum time between messages for watchers of keys. All get messages at the same moments, so messages are shared.
 KEYS_SECONDS = 0.02
-# How many batches are kept; watchers that are further apart each make their own.
+# How many batches are kept; a watcher that needs an older batch makes the batch again.
 _KEPT = 16
 
 
@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
         return event.kind is EventKind.CREATED or self.shows(block.scope)
 
     def is_about(self, executor: ExecutorSpec) -> bool:
-        """Whether the events are about pools of an executor."""
+        """Whether the watcher follows a pool of this executor."""
         return not self.pool_id or self.pool_id in executor.pool_ids
 
     def shows(self, scope: Scope | None) -> bool:
@@ -110,7 +110,7 @@ class Batches:
         self._kept: dict[tuple[Wanted, int, int], list[pb.WatchEventsResponse]] = {}
 
     def behind(self, wanted: Wanted, number: int, end: int) -> tuple[Iterable[pb.WatchEventsResponse], int]:
-        """The messages of the next events up to `end`, and the number of the last event in them.
+        """The messages of the next events after `number` up to `end`, and the number of the last event in the messages.
 
         Raises EventsGoneError.
         """
@@ -138,7 +138,7 @@ class Batches:
 
 class CacheEventService(pb_grpc.CacheEventServiceServicer):
     def __init__(self, context: ServiceContext, *, keys_seconds: float = KEYS_SECONDS) -> None:
-        """keys_seconds: the time between two messages for a watcher of keys."""
+        """keys_seconds: the minimum time between two messages for a watcher of keys."""
         self._manager = context.manager
         self._feed = context.feed
         self._batches = Batches(context.manager)
@@ -194,7 +194,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             await asyncio.sleep(self._keys_seconds - asyncio.get_running_loop().time() % self._keys_seconds)
 
     async def _key_snapshot(self, wanted: Wanted) -> AsyncIterator[pb.WatchEventsResponse]:
-        """Yields the cache in parts, each with the events up to it; together, they are the cache at the last event.
+        """Yields the cache in parts, each with the changes up to then; all parts make up the cache at the last event.
 
         Every change of a block while the parts are read is an event, and overrides what was read earlier.
         """

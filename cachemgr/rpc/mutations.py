@@ -1,4 +1,4 @@
-"""The calls that change the manager: at one moment of its time, in the operation log, and never left half done.
+"""The calls that change the manager: each is in the operation log; after an unexpected error, no call is answered.
 
 A servicer's method decorated with `mutation` or `long_mutation` is such a call. Its name, request and time are logged
 before the call is carried out; a replay calls the same method with the same request at the same time.
@@ -44,7 +44,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 class ManagerClock:
-    """The manager's time. It is constant within a call, so that the log has the time that the call saw."""
+    """The manager's time. The time is constant within a call, or a step of a call, and is the time in the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -143,7 +143,7 @@ class Mutations:
         self.answer = None
 
     def go_on(self) -> bool:
-        """Takes a step of the running call; returns whether it was the last. Raises what the call raises."""
+        """Takes a step of the running call; returns whether no step is left. Raises what the call raises."""
         self._note(CONTINUE)
         if self._long_call is None:
             return True
@@ -212,7 +212,7 @@ class Mutations:
         self._whole(EXPIRE, lambda: self.manager.expire(late))
 
     def _whole(self, method: str, call: Callable[[], Answer]) -> Answer:
-        """Carries out a call; answers nothing from a state that a call has left half changed."""
+        """Carries out a call. An unexpected error sets `failed`, if the call has begun to change the manager."""
         begun = self.manager.begun
         try:
             return call()
@@ -319,7 +319,7 @@ def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Metho
 
 
 def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
-    """Makes an operator's change wait until Redis has it, if reachable: a crash after the answer must not undo it."""
+    """Makes the answer to an operator's change wait a moment for Redis: a crash after the answer must not undo it."""
     method: Callable[[Servicer, Request], Awaitable[Answer]] = cast("Any", call)
 
     @functools.wraps(call)

@@ -36,9 +36,9 @@ def decode_token(listing: str, token: str) -> str:
     try:
         given_by, colon, cursor = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
     except (binascii.Error, ValueError) as error:
-        raise InvalidField("page_token", "is not one that this method gave") from error
+        raise InvalidField("page_token", "is not a token that this method gave") from error
     if given_by != listing or not colon or not cursor:
-        raise InvalidField("page_token", "is not one that this method gave")
+        raise InvalidField("page_token", "is not a token that this method gave")
     return cursor
 
 
@@ -47,7 +47,7 @@ def decode_number(listing: str, token: str) -> int:
     cursor = decode_token(listing, token) or "0"
     # Python refuses to parse much longer numbers.
     if not cursor.isdecimal() or len(cursor) > len(str(sys.maxsize)) or int(cursor) > sys.maxsize:
-        raise InvalidField("page_token", "is not one that this method gave")
+        raise InvalidField("page_token", "is not a token that this method gave")
     return int(cursor)
 
 
@@ -57,9 +57,9 @@ def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
     try:
         key = json.loads(cursor)
     except (ValueError, RecursionError) as error:
-        raise InvalidField("page_token", "is not one that this method gave") from error
+        raise InvalidField("page_token", "is not a token that this method gave") from error
     if not isinstance(key, list) or (key and [type(value) for value in key] != list(kinds)):
-        raise InvalidField("page_token", "is not one that this method gave")
+        raise InvalidField("page_token", "is not a token that this method gave")
     return tuple(key)
 
 

@@ -23,13 +23,14 @@ def check(method: str, request: Any) -> None:
     reads_prompts = identity.role in (Role.OPERATOR, Role.SCHEDULER)
     if not reads_prompts and getattr(request, "include_token_ids", False):
         raise PermissionDeniedError(
-            "prompts are for operators only", fields={"include_token_ids": "needs the role operator"}
+            "prompts are for operators and schedulers only",
+            fields={"include_token_ids": "needs the role operator or scheduler"},
         )
     if not identity.tenant:
         return
     name = method.rpartition("/")[2]
     if name not in _CHECKS:
-        # The division of the cache between tenants is for tokens that see all of them.
+        # A method without a check concerns all tenants, such as SetQuota, which divides the cache between tenants.
         raise PermissionDeniedError("this method is about all tenants, and the token about one")
     _CHECKS[name](identity, request)
 

@@ -99,7 +99,7 @@ class Batch:
 
 
 def _extra_keys(scope: Scope | None) -> list[str | tuple[str, int]] | None:
-    """The parts that distinguish blocks with the same tokens: adapter, content without tokens, salt and weights."""
+    """The parts that distinguish blocks with the same tokens: adapter, content other than text, salt and weights."""
     if scope is None:
         return None
     found: list[str | tuple[str, int]] = []

@@ -53,7 +53,9 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 BATCHES = Counter("kvkeep_zmq_batches", "Batches of events published to routers.", ["executor"])
 REPLAYS = Counter("kvkeep_zmq_replays", "Replays for routers, of kept batches or of the whole cache.", ["source"])
-REFUSED = Counter("kvkeep_zmq_refused_requests", "Messages that ask for no replay, or for one that failed.", ["cause"])
+REFUSED = Counter(
+    "kvkeep_zmq_refused_requests", "Requests for replays that were malformed, or whose replay failed.", ["cause"]
+)
 
 log = structlog.get_logger()
 
@@ -72,7 +74,7 @@ class ZmqSettings:
 
 
 class Stream:
-    """The batches of one address: the blocks published there of which executor, and the newest batches for replays."""
+    """The batches of one address: the executor and its published blocks, and the newest batches for replays."""
 
     def __init__(
         self, publisher: zmq.Socket[bytes], replays: zmq.asyncio.Socket | None, next_number: int, *, token_ids: bool
@@ -117,7 +119,7 @@ class Stream:
         self.clear()
 
     def clear(self) -> None:
-        """Adds that all blocks are gone."""
+        """Replaces the next batch by a batch which says that all blocks are gone."""
         self.known.clear()
         self._batch = self.new_batch()
         self._batch.clear()
@@ -304,7 +306,7 @@ class ZmqEvents:
         if stream.is_lost or stream.executor_id == executor_id:
             return stream
         log.error(
-            "the blocks of an executor are not published: another one has the same number at the end of its name",
+            "the blocks of an executor are not published: another executor's name ends with the same number",
             executor=executor_id,
             other=stream.executor_id,
         )
@@ -337,7 +339,7 @@ class ZmqEvents:
         return stream
 
     async def _answer_replays(self, stream: Stream, socket: zmq.asyncio.Socket) -> None:
-        """Takes the requests of an executor's readers while few replays are open."""
+        """Takes the requests of an executor's readers, as long as fewer than `_MOST_REPLAYS` replays are open."""
         assert self._tasks is not None
         places = asyncio.Semaphore(_MOST_REPLAYS)
         while True:

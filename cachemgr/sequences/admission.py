@@ -112,7 +112,7 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
     for tokens, field in ((eviction.past_first(known), "eviction_policy"), (known + max_new_tokens, "max_new_tokens")):
         peak = sequence.peak_blocks(tokens)
         if peak > blocks:
-            text = f"to evict tokens it needs {peak} blocks at once, there are {blocks}"
+            text = f"to evict tokens, the sequence needs {peak} blocks at once, the pool has {blocks}"
             raise SequenceTooLongError(text, fields={field: f"needs {peak} blocks, more than the {blocks} of the pool"})
 
 
@@ -222,7 +222,11 @@ class Allocator:
     def admit(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> Sequence | Admission:
-        """Returns the sequence with its blocks, or changes nothing and returns how many blocks are missing."""
+        """Returns the sequence with its blocks, or changes nothing and returns how many blocks are missing.
+
+        Returns one missing block while the scheduler has void sequences in an earlier registration of the executor.
+        Raises InvalidField, RulePolicyError, SequenceTooLongError.
+        """
         if scheduler.has_void_sequences_in(executor):
             return Admission(False, missing_blocks=1)
         sequence = self._draft(request, tokens, scheduler, executor)

@@ -93,9 +93,9 @@ class Executor:
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
-        """Books the blocks of these accounts anew, after their quotas were added or deleted.
+        """Counts the blocks of these accounts against their new quotas, after quotas were added or deleted.
 
-        Until its turn, a block counts against the earlier quota; new blocks count against the new quota.
+        Until its step, a block counts against the earlier quota; new blocks count against the new quota.
         """
         scopes = self.scopes.outdated(changed)
         if not scopes:
@@ -110,7 +110,7 @@ class Executor:
             for part in read_batches(range(len(pool.blocks))):
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
                 yield
-            # They may have replaced blocks that were not rebooked yet.
+            # Superseding blocks may have replaced blocks that were not rebooked yet.
             self._rebook(pool, [block for block in later if pool.blocks[block.index] is block], scopes)
         for pool, blocks in superseding:
             pool.superseding = [one for one in pool.superseding if one is not blocks]
@@ -138,9 +138,9 @@ class Scheduler:
         self.sync_answer = SyncAnswer()
 
     def has_void_sequences_in(self, executor: Executor) -> bool:
-        """Whether it has sequences in an earlier registration of the executor, whose slots now have other users.
+        """Whether the scheduler has sequences in an earlier registration of the executor.
 
-        Their steps stop once the scheduler has learnt that they are void and has released them.
+        Their slots now have other users. Their steps stop once the scheduler knows they are void and releases them.
         """
         return bool(self.void) and any(
             sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id

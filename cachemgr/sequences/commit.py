@@ -66,7 +66,7 @@ def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
 
 
 def _filled(sequence: Sequence, full: int) -> int:
-    """Counts how many of the first `full` blocks are filled by this sequence or indexed, in every group.
+    """Counts how many of the first `full` blocks this sequence fills or other sequences have committed, in every group.
 
     A token depends on all earlier blocks of every group, since each layer builds on the layers before it.
     """
@@ -80,7 +80,7 @@ def _filled(sequence: Sequence, full: int) -> int:
 
 
 def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> None:
-    """Enters a computed block into the index, unless the index has an equal block."""
+    """Enters a computed block into the index, unless the index has an equal device block that is in use."""
     block = table.blocks[block_index]
     if block is None:
         return
@@ -172,7 +172,10 @@ def retract_pending(sequence: Sequence, start: int = 0) -> None:
 
 
 def void(sequence: Sequence) -> None:
-    """Marks a sequence whose content will not be computed. It keeps its blocks until its release; none is indexed."""
+    """Marks a sequence whose content will not be computed.
+
+    It keeps its blocks until its release; no further block is indexed.
+    """
     if sequence.void:
         return
     sequence.void = True

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Purpose(enum.Enum):
-    # Copies all or the beginning of a cached block into a block of a sequence.
+    # Copies all or the beginning of a cached block, or of a fork's parent's block, into a block of a sequence.
     ONLOAD = "onload"
     # Copies to a lower tier; the source is the block that has the slot now.
     OFFLOAD = "offload"
@@ -30,7 +30,8 @@ class Purpose(enum.Enum):
     ZERO = "zero"
     # Has no source: overwrites a slot that its pool may no longer use.
     CLEAR = "clear"
-    # Copies to a lower tier, too, without a reference to its source, which becomes None once it is evicted.
+    # Copies a device block to a lower tier without a reference to the source. The source becomes None once the block
+    # has left the device or the tree, so that the copy is useless.
     WRITE_THROUGH = "write_through"
 
 
@@ -39,7 +40,7 @@ _ONLOAD, _OFFLOAD, _PREFETCH = Purpose.ONLOAD, Purpose.OFFLOAD, Purpose.PREFETCH
 
 
 class Outcome(enum.Enum):
-    """How a copy ended. A cancelled copy was never sent to the executor."""
+    """How a copy ended. A cancelled copy was never sent to the executor, or its scheduler was lost."""
 
     DONE = "done"
     FAILED = "failed"
@@ -48,7 +49,7 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Ticket:
-    """One open copy. It takes over a reference to its source and a reference to its target.
+    """One open copy. It takes over a reference to its target and, with `holds_source`, a reference to its source.
 
     The source of an offload is the block that has the slot now. While a sequence has the source, the copy needs no
     reference, as the sequence runs the copy before it computes. When the source would become empty, the copy gets a
@@ -149,7 +150,7 @@ class Ticket:
 
     def give_up(self) -> None:
         if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
-            # Bytes that were forgotten meanwhile may have been copied to the target.
+            # Bytes that were forgotten during the copy may have been copied to the target.
             self.pool.zero_on_free.add(self.target)
         self.pool.release(self.target)
         if self.source is not None and self.holds_source:
@@ -260,7 +261,7 @@ class OpenedCopies:
 
 
 class Prefetch:
-    """A prefetch: copies of a chain to the device. All blocks are replaced together, after the last copy."""
+    """Copies of a chain to the device. After the last copy, all blocks before the first failure are replaced."""
 
     def __init__(self, pool: BlockPool, tickets: list[Ticket]) -> None:
         self._pool = pool

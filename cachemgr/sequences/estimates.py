@@ -1,4 +1,4 @@
-"""Exact estimates of the blocks that a sequence needs."""
+"""Estimates of the blocks that a sequence needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cachemgr.types import BlockEstimate
 def before_admission(sequence: Sequence, matched: list[list[Block | None]], max_new_tokens: int) -> list[BlockEstimate]:
     """Estimates the blocks of a sequence before its admission; `matched` is its prefix hit by group.
 
-    Its first step allocates all its blocks. Blocks in use cost nothing; cached blocks without a reference count as
-    free. A sequence that evicts tokens has both of its tables at once.
+    Its first step allocates all its blocks. Device blocks in use cost nothing; each cached block without a reference
+    costs a free block. A sequence that evicts tokens has both of its tables at once.
     """
     size, tokens = sequence.block_size, len(sequence.tokens)
     found = []

@@ -26,7 +26,7 @@ def fork(
     if parent.tickets or any(table.committed < full for table in parent.tables):
         raise SequenceUnsettledError(
             f"sequence {parent.sequence_id} waits for a copy or a shared prefix",
-            fields={"parent_sequence_id": "names one that waits"},
+            fields={"parent_sequence_id": "names a sequence that waits"},
         )
     tokens = parent.tokens[:num_tokens]
     if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
@@ -91,4 +91,4 @@ def _check_eviction(parent: Sequence) -> None:
     check_in_place(parent, "parent_sequence_id")
     if parent.eviction is not None and parent.eviction.policy.uses_scores:
         text = f"sequence {parent.sequence_id} evicts by scores, which a fork would not have"
-        raise SequenceEvictsError(text, fields={"parent_sequence_id": "names one that evicts by scores"})
+        raise SequenceEvictsError(text, fields={"parent_sequence_id": "names a sequence that evicts by scores"})

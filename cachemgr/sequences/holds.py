@@ -61,7 +61,7 @@ class Holds:
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
-        # Holds of each block, pins of each block, and pinned blocks of each pool.
+        # Numbers of holds of each block, of pins of each block, and of pinned blocks of each pool.
         self._held: Counter[Block] = Counter()
         self._pinned: Counter[Block] = Counter()
         self._pinned_in: Counter[BlockPool] = Counter()
@@ -108,7 +108,8 @@ class Holds:
     ) -> Pinned:
         """Pins blocks from `with_ancestors`; if not all fit, the blocks nearest to the root.
 
-        With `displace`, older pins become leases if the budget requires it. Otherwise, older pins use up the budget.
+        If the owner already pins exactly these blocks, the older pin is extended. With `displace`, older pins become
+        leases if the budget requires so. Otherwise, older pins use up the budget.
         """
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
@@ -174,7 +175,7 @@ class Holds:
                 self._on_pin(hold.name)
 
     def release(self, hold: Hold) -> int:
-        """Ends a hold; returns the blocks that became evictable."""
+        """Ends a hold; returns how many blocks became free or evictable."""
         self._remove(hold)
         if hold.pin:
             self._on_pin(hold.name)
@@ -223,7 +224,7 @@ class Holds:
         return Counter(self._held)
 
     def keep_cached(self) -> None:
-        """Keeps the holds of cached blocks whose ancestors are cached, and ends the others."""
+        """Keeps holds of cached blocks whose ancestors are cached, drops all other blocks, and ends empty holds."""
         standing = _Ancestors(arrived=False)
         for hold in self:
             self._count(hold, hold.blocks, -1)
@@ -350,7 +351,7 @@ class _Ancestors:
         self._left_out: set[Block] = set()
 
     def add(self, pool: BlockPool, block: Block) -> bool:
-        """Whether all ancestors of a block are cached; a block of a lower tier may outlive its ancestors."""
+        """Collects a block with its ancestors. False if an ancestor is missing, as may happen in lower tiers."""
         line: list[Block] = []
         node: Node | None = block
         is_complete = True

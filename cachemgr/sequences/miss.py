@@ -33,7 +33,7 @@ def first_miss(sequence: Sequence, cached_tokens: int, lowest: TierKind | None, 
         return Miss(MissCause.NOT_READ)
     for table in sequence.tables:
         pool = table.pool
-        # With a window, an earlier block may be the missing one.
+        # With a window, the missing block may be an earlier block.
         start = index if pool.window is None else first_needed((index + 1) * size, pool.window, size)
         for block_index in range(start, index + 1):
             miss = _miss_of(sequence, pool, sequence.key(block_index), lowest, now)

@@ -35,7 +35,7 @@ class Partial(enum.Enum):
     """How to use a block when only its beginning matches."""
 
     NONE = "nothing"
-    # Copy the block only if it ends where the prompt does, so that its key is exact.
+    # Copy the block only if it holds exactly the rest of the reusable prompt, so that its key is known.
     EXACT = "exact key"
     # Copy the block's beginning.
     COPY = "copy"
@@ -96,7 +96,7 @@ class _Walk(NamedTuple):
 
 
 class PrefixMatcher:
-    """Finds the longest match of a sequence in a tier and those above. One walk serves every kind of partial use.
+    """Finds the longest match of a sequence in `lowest` and higher tiers. One walk serves every kind of partial use.
 
     A match leaves at least the last token to compute, and all tokens whose scores count.
     """
@@ -135,7 +135,7 @@ class PrefixMatcher:
                     return self._match(walk, block_index, start + copied, sources)
             if self._is_covered(walk, block_index, start):
                 return self._match(walk, block_index, start, [])
-        raise AssertionError("nothing is always covered")
+        raise AssertionError("an empty match is always covered")
 
     def _walk(self, *, pending: bool) -> _Walk:
         """Looks every key up once in each group, up to the first block that a group with full attention misses."""
@@ -231,7 +231,7 @@ class PrefixMatcher:
                 yield min(other, own), extra_bytes(cut, start, start + self._size)
 
     def _exact(self, block_index: int) -> tuple[list[Block], int]:
-        """Each group's block that holds exactly the rest of the prompt, and its length in tokens."""
+        """Each group's block that holds exactly the rest of the reusable prompt, and its length in tokens."""
         start, end = block_index * self._size, self._limit
         if not 0 < end - start < self._size:
             return [], 0
@@ -296,7 +296,7 @@ def _root_of(spec: ExecutorSpec, prefix: Prefix, weight_version: str | None) -> 
 
 
 def cached_chain(pool: BlockPool, keys: list[bytes]) -> list[Block]:
-    """The matchable full blocks of these keys; with full attention, only up to the first missing block."""
+    """The cached full blocks of these keys; with full attention, only up to the first missing block."""
     found = []
     for key in keys:
         block = pool.tree.by_key.get(key)

@@ -62,7 +62,7 @@ def _check_pools(spec: ExecutorSpec) -> None:
         for field in ("num_blocks", "host_blocks", "disk_blocks"):
             total += getattr(pool, field)
             if total > MAX_SLOTS:
-                raise InvalidField(f"pools[{number}].{field}", f"must leave at most {MAX_SLOTS} slots in all together")
+                raise InvalidField(f"pools[{number}].{field}", f"must leave at most {MAX_SLOTS} slots in total")
 
 
 def _check_contents(spec: ExecutorSpec, group: int, path: str) -> None:
@@ -119,7 +119,10 @@ def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
 
 
 def divide_device_memory(pools: list[BlockPool], spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
-    """Gives every pool its initial share of the common memory, or the share that an operator has set."""
+    """Gives every pool its initial share of the common memory, or the share that an operator has set.
+
+    If the operators' shares exceed the memory together, every pool gets its initial share.
+    """
     memory = spec.memory_bytes
     given = {pool: shares[pool.pool_id] for pool in pools if fits(pool, shares.get(pool.pool_id))}
     totals = {pool: pool.spec.share_blocks or pool.spec.num_blocks for pool in pools}

@@ -34,7 +34,7 @@ def release(sequence: Sequence, now: float) -> None:
     """Commits the last blocks and releases all, or hands them to a hold."""
     executor = sequence.executor
     commit_computed_blocks(sequence, leaves=True)
-    # Before the last block is committed, since sequences that share it while pending expect fewer tokens.
+    # Before the last block is committed, since sequences that share the pending block expect a full block.
     retract_pending(sequence)
     commit_last_block(sequence)
     stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
@@ -201,7 +201,10 @@ def _end_epoch(executor: Executor) -> None:
 
 
 def truncate(sequence: Sequence, num_tokens: int) -> Freed:
-    """Keeps the first `num_tokens` tokens. Rejected blocks leave the index, unless other sequences use them."""
+    """Keeps the first `num_tokens` tokens. Blocks of dropped tokens leave the index, unless other sequences use them.
+
+    Raises InvalidField, VoidSequenceError, SequenceEvictsError, WindowPassedError, SharedBlockError.
+    """
     if num_tokens < 1:
         raise InvalidField("num_tokens", "must be at least 1")
     if num_tokens > len(sequence.tokens):
@@ -209,7 +212,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
     if sequence.void:
         raise VoidSequenceError(
             f"sequence {sequence.sequence_id} can only be released",
-            fields={"sequence_id": "names one that can only be released"},
+            fields={"sequence_id": "names a sequence that can only be released"},
         )
     check_in_place(sequence, "sequence_id")
     size = sequence.block_size

@@ -29,7 +29,7 @@ class GroupTable:
 
     Blocks before `committed` hold the tokens of their keys, and are indexed if allowed. `window_start` is the first
     index that the window has not released. `duplicate_refs` are indexed blocks that equal blocks of this table and that
-    other sequences use; the references keep them until their children are evicted.
+    other sequences use. They stay referenced, since later blocks of this table may be their children.
     """
 
     pool: BlockPool
@@ -106,7 +106,7 @@ class Sequence:
     tickets: set[Ticket] = field(default_factory=set)
     # Copies for its blocks that no scheduler has received yet.
     opened: OpenedCopies = field(default_factory=OpenedCopies)
-    # Sequences that may share blocks that this sequence has yet to fill, and sequences whose blocks this one shares.
+    # Sequences that may share blocks that this sequence has yet to fill, and sequences whose blocks it shares.
     dependents: set[Sequence] = field(default_factory=set)
     waits_on: set[Sequence] = field(default_factory=set)
     # By owner of a hold: its duration in seconds after the release.

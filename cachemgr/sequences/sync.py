@@ -38,13 +38,13 @@ class Sync:
         self._running: list[Sequence] = []
         self.answer = SyncAnswer()
         self.released: list[Sequence] = []
-        # Policies of sequences that have begun to evict in this sync.
+        # Kinds of policy of the sequences that have begun to evict in this sync.
         self.evicted: list[Kind] = []
         # Changes of adaptive windows.
         self.windows: list[WindowChange] = []
 
     def check(self) -> None:
-        """Raises InvalidField for columns that fit neither each other nor the known state."""
+        """Raises InvalidField for columns that do not fit each other or the known state."""
         request = self._request
         _same_length("computed_tokens", request.computed_tokens, request.handles)
         _same_length("new_token_counts", request.new_token_counts, request.handles)
@@ -148,7 +148,7 @@ class Sync:
         self._running.append(sequence)
 
     def _move(self, sequence: Sequence, computed: int) -> None:
-        # Before the last block is committed, since sequences that share it while pending expect fewer tokens.
+        # Before the last block is committed, since sequences that share the pending block expect a full block.
         retract_pending(sequence)
         commit_last_block(sequence)
         token_eviction.move(sequence)
@@ -245,7 +245,7 @@ class Sync:
                 self._answer_window(sequence, before, tokens)
 
     def _lengthen_windows(self, now: float) -> None:
-        """Lengthens windows if no sequence lacks blocks; else takes grants back, before any sequence must end."""
+        """Lengthens windows if no sequence lacks blocks; else has them shortened, before any sequence is preempted."""
         for sequence, before, tokens in self._windows():
             if tokens > before:
                 token_eviction.change_window(sequence, tokens, self._spare(sequence, now))

@@ -96,8 +96,8 @@ def check_in_place(sequence: Sequence, field: str) -> None:
     """Raises SequenceEvictsError if the slots do not hold the leading tokens, or may soon stop holding them."""
     eviction = sequence.eviction
     if eviction is not None and (eviction.has_begun or (eviction.granted and not eviction.private)):
-        text = f"sequence {sequence.sequence_id} has evicted tokens: it cannot be forked or cut"
-        raise SequenceEvictsError(text, fields={field: "names one that has evicted tokens"})
+        text = f"sequence {sequence.sequence_id} has evicted tokens or is about to: it cannot be forked or truncated"
+        raise SequenceEvictsError(text, fields={field: "names a sequence that has evicted tokens or is about to"})
 
 
 def may_evict(sequence: Sequence) -> bool:
@@ -156,7 +156,7 @@ def _complete(sequence: Sequence) -> None:
 
 
 def change_window(sequence: Sequence, window: int, spare: int) -> None:
-    """Allocates or frees the blocks of a longer or shorter adaptive window; a longer one needs `spare` blocks."""
+    """Allocates or frees blocks of a longer or shorter adaptive window, which grows by at most `spare` blocks."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     if window < eviction.policy.window:
@@ -202,7 +202,7 @@ def move(sequence: Sequence) -> None:
 
 
 def zero_on_free_of(sequence: Sequence) -> None:
-    """Has the blocks that only this sequence has overwritten when they are freed."""
+    """Marks unindexed blocks of a sequence, unless another sequence fills them: they are overwritten when freed."""
     for table in sequence.tables:
         # Blocks that another sequence has yet to fill are left to that sequence.
         table.pool.zero_on_free.update(

@@ -20,8 +20,8 @@ class TokenEvictionState:
     The sequence fills its admitted table until its `first` eviction, at `first` tokens. For this eviction, it is
     granted a second table, `private`, unless it may keep its own. Later evictions change no table.
 
-    An adaptive window begins with its minimum length. A longer window is granted with the first eviction or later, for
-    as long as the sequence keeps its window at that length.
+    An adaptive window begins with its minimum length. A longer window is granted with the first eviction or later,
+    until the scheduler shortens the window again.
     """
 
     __slots__ = (
@@ -57,7 +57,10 @@ class TokenEvictionState:
         return 0 if policy.bounds is None else (policy.window - policy.bounds.least) // policy.block_size
 
     def set_window(self, tokens: int) -> None:
-        """Changes the length of the adaptive window, and so of the private table or, after the move, of the table."""
+        """Changes the length of the adaptive window, and the slots of the private table or, after the move, the table.
+
+        The caller allocates or frees the blocks.
+        """
         self.policy = self.policy.with_window(tokens)
         self.is_taken_back = False
         assert self.policy.most_kept is not None

@@ -27,7 +27,7 @@ class PoolFollower:
         self._holds = holds
 
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
-        """Opens the copy of a block that is evicted for a sequence; `occupant` has the block's old slot."""
+        """Opens the copy of a block that is evicted, for a sequence or none; `occupant` has the block's old slot."""
         assert writer is None or isinstance(writer, Sequence)
         scheduler = None if writer is None else writer.scheduler
         ticket = self._tickets.open(Purpose.OFFLOAD, pool, occupant, block, scheduler=scheduler)

@@ -1,4 +1,4 @@
-"""Eviction order after a change of an executor's weights, when no prompt matches earlier blocks."""
+"""Eviction order after an executor's weights have changed: no new prompt matches blocks of the earlier weights."""
 
 from __future__ import annotations
 

@@ -2,19 +2,21 @@
 
 Only blocks whose keys lie below a bound are simulated, in caches smaller by the same share: spatially hashed sampling
 as in SHARDS (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST '15). Keys are
-already hashes. Misses are counted, and hits are the rest: many blocks miss once, but few blocks hit very often, and a
-sample has each of these few or not. The misses of the real pool are known for all blocks, and so say how many misses
-the sample stands for. A cache of a different size has mostly the same misses, so that chance hardly matters.
+already hashes. Misses are counted, and hits are the remainder. A few blocks hit very often, so the hits of a sample
+depend on which of these blocks are in the sample; misses are spread over many blocks. The misses of the real pool are
+known for all blocks, and give the factor from the sample to all blocks. A cache of a different size has mostly the
+same misses, so the sampling error is small.
 
 If all blocks are simulated, each cache matches beginnings of its own blocks. In a sample, most of these blocks are
 missing, so a beginning is a hit if the block from which the real pool copied it is still cached. Beginnings that only
 a larger cache would have are then not counted, and no cache has more hits than a cache that evicts nothing.
 
 A block is a hit only if all its ancestors are hits. This needs no check: a sequence uses a block with its ancestors,
-and releases the ancestors later. So every order here evicts an ancestor later, and each block is simulated alone.
+and releases the ancestors later. So every eviction order here evicts a block before its ancestors, and each block is
+simulated alone.
 
-Pins, quotas, changes of rules, purges, and capacity ahead of need are not simulated. All tiers count as one cache of
-their total size.
+Quotas, changes of rules and purges are not simulated. Pins and capacity ahead of need only take space in every cache.
+All tiers count as one cache of their total size.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 DEVICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Sizes relative to all tiers together, if there are several.
 TIER_FACTORS = (0.5, 1.0, 2.0, 4.0)
-# Half a megabyte, which is enough to distinguish some million blocks.
+# Half a megabyte, which is enough to distinguish about a million blocks.
 _SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
@@ -47,17 +49,17 @@ _REUSED = RetentionRequest("reused", DEFAULT_PRIORITY + 1, 600.0)
 
 
 class _Counts:
-    """Lookups of a period. A miss in a zone is a hit of the caches from that number on."""
+    """Counters of a period's lookups. A miss in zone N is a hit in cache N and all larger caches."""
 
     def __init__(self, begin: float, policies: int, zones: int) -> None:
         self.begin = begin
-        # Full blocks of prompts, their tokens that can be hits, all tokens, and the hits of the pool among them.
+        # Full blocks of prompts, tokens of these blocks that can be hits, all tokens, and tokens that the pool had.
         self.blocks = self.reachable = self.tokens = self.found = 0
         # Hits of the pool in blocks with only a matching beginning.
         self.partly = 0
-        # A lower bound on the hits of a cache that evicts nothing.
+        # Estimated hits of a cache that evicts nothing: without beginnings of blocks; keys that share a bit add to it.
         self.endless = 0
-        # Full blocks that the pool missed: all, and the ones in the sample.
+        # Full blocks that the pool missed, and their tokens: all, then those in the sample.
         self.pool_missed_blocks = self.pool_missed_tokens = 0
         self.sampled_missed_blocks = self.sampled_missed_tokens = 0
         # Tokens of beginnings whose source is in the sample.
@@ -90,9 +92,10 @@ class _PolicyCaches:
 
 
 class Ghosts:
-    """The ghost caches of one pool with full attention. A cache as large as the device samples `sample` blocks.
+    """The ghost caches of one pool with full attention.
 
-    With `partial_reuse`, blocks with only a matching beginning are hits, too.
+    `sample` is the number of sampled blocks in a cache as large as the device; a smaller device is simulated fully.
+    With `partial_reuse`, the matching beginning of a block is a hit, too.
     """
 
     def __init__(self, pool: BlockPool, sample: int, *, partial_reuse: bool) -> None:
@@ -154,7 +157,7 @@ class Ghosts:
             counts.pool_missed_blocks += full - known
             counts.pool_missed_tokens += max(0, reachable - known * size)
             counts.sampled_partly += partly
-        # The source of the beginning is in use, too, and is among the simulated blocks.
+        # The copied source counts as used in the pool, but is already among the simulated blocks.
         copied_from = bool(source and sequence.tickets)
         in_use = (self.pool.device.used - copied_from) * self.rate
         for index, policy in enumerate(self._policies):
@@ -183,7 +186,7 @@ class Ghosts:
             caches.fit(in_use)
 
     def _content(self, sequence: LiveSequence, block_index: int) -> Content | None:
-        """The content by which a beginning matches a full block, if all blocks are simulated."""
+        """The content by which a beginning matches a full block; None unless all blocks are simulated."""
         if self.rate < 1.0:
             return None
         start, end = block_index * self._size, (block_index + 1) * self._size
@@ -197,7 +200,7 @@ class Ghosts:
                     counts.hit_tokens[index][number] += tokens
 
     def _hits(self, sequence: LiveSequence, caches: NestedCaches) -> list[int]:
-        """Cached tokens of a prompt in each cache; the sources of copies are used last."""
+        """Returns the cached tokens of a prompt in each cache, and makes the sources of copies the newest blocks."""
         size, number, most = self._size, len(self._sizes), len(sequence.tokens) - 1
         found = [0] * number
         sources: dict[Ghost, None] = {}
@@ -246,7 +249,7 @@ class Ghosts:
         return counted
 
     def _requests(self, sequence: LiveSequence, indexes: Sequence[int]) -> list[RetentionRequest | None]:
-        """The retention request of each block, raised to its descendants' requests, since it outlives them."""
+        """The retention request of each block, raised to the requests of its descendants, which it outlives."""
         requests, size = sequence.retention, self._size
         best = requests.at(len(sequence.tokens))
         found = []
@@ -258,7 +261,7 @@ class Ghosts:
     def stored(self, sequence: LiveSequence) -> int:
         """Returns how many leading blocks of a sequence hold the tokens of their keys."""
         eviction = sequence.eviction
-        # Once it has evicted tokens, its table says nothing of its earlier blocks.
+        # Once a sequence has evicted tokens, its table no longer shows its earlier blocks.
         if eviction is not None and eviction.has_begun:
             return eviction.committed // self._size
         return self._storable(sequence, sequence.tables[self.pool.spec.group].committed)
@@ -313,7 +316,7 @@ class Ghosts:
             seen[at >> 3] |= 1 << (at & 7)
 
     def _count_seen(self, keys: Sequence[bytes], known: int) -> int:
-        """How many leading keys were seen before; the first `known` are known to be."""
+        """How many leading keys were seen before; the first `known` keys always count as seen."""
         seen = self._seen
         for block_index in range(known, len(keys)):
             at = int.from_bytes(keys[block_index][:4], "little") % _SEEN_BITS
@@ -322,7 +325,7 @@ class Ghosts:
         return len(keys)
 
     def _longer(self, sequence: LiveSequence, known: int, stored: int) -> list[Content]:
-        """Full blocks of a sequence with siblings that a beginning may match."""
+        """The contents of the full blocks from `known` to `stored` whose siblings a beginning may match."""
         size, found = self._size, []
         for block_index in range(known, stored):
             parent = sequence.key(block_index - 1)
@@ -332,11 +335,11 @@ class Ghosts:
         return found
 
     def _resize(self) -> None:
-        """Adapts the sizes after an operator has changed the share of the device; the sample stays."""
+        """Adapts the sizes after an operator has changed the pool's share of the device; the sampled keys stay."""
         self._total = self.pool.device.total
         zones = len(self._sizes)
         sizes = self._wanted_sizes()
-        # Two sizes that happen to be equal stay separate.
+        # The number of caches stays: the largest size is repeated, or the largest sizes are left out.
         self._sizes = sizes + [sizes[-1]] * (zones - len(sizes)) if len(sizes) <= zones else sizes[:zones]
         for policy in self._policies:
             policy.caches.limits = self._limits()
@@ -389,12 +392,15 @@ def _extent(request: RetentionRequest) -> tuple[int, float]:
 
 
 def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
-    """Whether a cached block begins with these tokens, even in caches that are too small for that block."""
+    """Whether a simulated block begins with these tokens, even if only the largest cache still has that block."""
     return content is not None and caches.covering(content) is not None
 
 
 def ghosts_of(pools: Iterable[BlockPool], config: ManagerConfig) -> Ghosts | None:
-    """Makes the ghost caches of an executor, for its first pool with full attention, which decides the prefix hits."""
+    """Makes the ghost caches of an executor, for its first pool with full attention, which decides the prefix hits.
+
+    Returns None if there is no such pool, or if ghost caches are off.
+    """
     pool = next((pool for pool in pools if pool.window is None), None)
     if pool is None or not config.ghost_sample:
         return None

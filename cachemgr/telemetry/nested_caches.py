@@ -2,7 +2,7 @@
 
 With an eviction order that does not depend on the size, a larger cache has all blocks of a smaller cache. So one pass
 over the uses simulates all sizes (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). A block that one cache evicts is only in larger caches.
+hierarchies", IBM Systems Journal 9(2), 1970). A block that a cache has evicted stays only in larger caches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Content(NamedTuple):
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-    `stored` is false until a sequence has computed the block. A beginning matches only blocks with a parent node.
+    `stored` is false until a sequence that has computed the block releases it. A beginning matches only blocks with a
+    parent node.
     """
 
     __slots__ = ("node", "stored", "zone")
@@ -59,7 +60,7 @@ class NestedCaches:
         self.blocks: dict[bytes, Ghost] = {}
         # Blocks that a beginning may match, by the key of their parent.
         self._parents: dict[bytes, Node] = {}
-        # Never read; the lease book needs these counters.
+        # The lease book needs these attributes; nothing reads the counters.
         self.honoured_leases = self.broken_leases = 0
         self.is_lost = False
         self._orders = [EvictionQueue() for _ in limits]
@@ -98,7 +99,10 @@ class NestedCaches:
         self._leases.grant(self, block, request)
 
     def drop(self, block: Ghost) -> None:
-        """Releases a reference. Descendants are released before their ancestors."""
+        """Releases a reference. A block that is not stored disappears with its last reference.
+
+        Callers release descendants before their ancestors.
+        """
         block.refs -= 1
         if block.refs:
             return
@@ -113,7 +117,10 @@ class NestedCaches:
             self._leases.start(block)
 
     def beginnings(self, parent: bytes, tokens: bytes, extra: bytes, caches: range) -> Iterator[tuple[int, Ghost, int]]:
-        """Yields the caches that have a child with a common beginning, with the best child and its common tokens."""
+        """Yields the caches that have a child with a common beginning, largest cache first.
+
+        Each cache comes with its best child, and the length of the common beginning in tokens.
+        """
         node = self._parents.get(parent)
         if node is None:
             return
@@ -128,7 +135,7 @@ class NestedCaches:
             yield number, best, common
 
     def touch(self, block: Ghost) -> None:
-        """Notes that the caches that have the block have read it, so that it is evicted last."""
+        """Makes an unused block the newest block in the caches that have the block."""
         if not block.refs:
             order = self._orders[block.zone]
             order.remove(block)
@@ -141,14 +148,14 @@ class NestedCaches:
         return parent in self._parents
 
     def covering(self, content: Content) -> Ghost | None:
-        """Returns a block that begins with this content."""
+        """Returns a block that begins with this content; None if there is none."""
         node = self._parents.get(content.parent)
         found = None if node is None else covering_child(node, content.tokens, content.scope.extra)
         assert found is None or isinstance(found, Ghost)
         return found
 
     def cover(self, content: Content) -> None:
-        """Forgets unused blocks that are the beginning of a longer block."""
+        """Forgets unused blocks whose tokens are only the beginning of this content."""
         node = self._parents.get(content.parent)
         for block in [] if node is None else covered_children(node, content.tokens, content.scope.extra):
             assert isinstance(block, Ghost)
@@ -175,7 +182,7 @@ class NestedCaches:
     def fit(self, in_use: float) -> None:
         """Evicts the excess from each cache. A cache whose blocks are all in use may exceed its size.
 
-        `in_use` counts the used blocks of the real pool, including blocks that have no key yet.
+        `in_use`: the used blocks of the real pool, including blocks that have no key yet, times the sampling rate.
         """
         total = max(0.0, in_use - self._used)
         limits, orders, counts = self.limits, self._orders, self._counts

@@ -88,11 +88,15 @@ def _tiers(pool: BlockPool) -> list[Tier]:
 def _pool_families(pools: list[BlockPool]) -> Iterator[Metric]:
     total = GaugeMetricFamily("kvkeep_pool_blocks", "Usable blocks.", labels=_POOL)
     free = GaugeMetricFamily(
-        "kvkeep_pool_free_blocks", "Blocks that can be allocated, with cached blocks.", labels=_POOL
+        "kvkeep_pool_free_blocks", "Blocks that can be allocated, including cached blocks.", labels=_POOL
     )
     used = GaugeMetricFamily("kvkeep_pool_used_blocks", "Blocks with at least one reference.", labels=_POOL)
     cached = GaugeMetricFamily("kvkeep_pool_cached_blocks", "Free blocks in the prefix cache.", labels=_POOL)
-    evicted = CounterMetricFamily("kvkeep_pool_evicted_blocks", "Cached blocks evicted.", labels=_POOL)
+    evicted = CounterMetricFamily(
+        "kvkeep_pool_evicted_blocks",
+        "Device blocks dropped for other blocks, or because the pool shrank; offloaded blocks do not count.",
+        labels=_POOL,
+    )
     queried = CounterMetricFamily(
         "kvkeep_pool_queried_tokens", "Prompt tokens looked up in the prefix cache.", labels=_POOL
     )
@@ -125,12 +129,16 @@ def _pool_families(pools: list[BlockPool]) -> Iterator[Metric]:
 
 
 def _tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
-    allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots allocated.", labels=_TIER)
+    allocated = CounterMetricFamily(
+        "kvkeep_tier_allocated_blocks", "Slots allocated on the device; 0 for lower tiers.", labels=_TIER
+    )
     removed = CounterMetricFamily(
         "kvkeep_tier_removed_blocks", "Cached blocks removed from the index, by cause.", labels=[*_TIER, "cause"]
     )
     gaps = SummaryMetricFamily(
-        "kvkeep_tier_idle_before_eviction_seconds", "Time from the last use of a block to its eviction.", labels=_TIER
+        "kvkeep_tier_idle_before_eviction_seconds",
+        "Time from the last use of a block until it is evicted or offloaded, for every eighth slot.",
+        labels=_TIER,
     )
     for pool in pools:
         for tier in _tiers(pool):
@@ -146,7 +154,9 @@ def _lower_tier_families(pools: list[BlockPool]) -> Iterator[Metric]:
     """Yields the families of pools with lower tiers."""
     total = GaugeMetricFamily("kvkeep_tier_blocks", "Usable slots of a tier.", labels=_TIER)
     used = GaugeMetricFamily(
-        "kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", labels=_TIER
+        "kvkeep_tier_used_blocks",
+        "Slots that copies, holds or pins use; on the device, also slots that sequences use.",
+        labels=_TIER,
     )
     cached = GaugeMetricFamily(
         "kvkeep_tier_cached_blocks", "Free slots with a block of the prefix cache.", labels=_TIER

@@ -14,7 +14,7 @@ from executor.cache.memory import MEMINFO, available_memory
 from executor.cache.shares import Shares
 from executor.errors import ModelError
 
-# Most bytes of the pools on a CPU unless a setting allows more: even a laptop has this much.
+# Most bytes of the pools on a CPU: even a laptop has this much.
 CPU_BYTES = 4 << 30
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -172,14 +172,14 @@ class KvPools:
         return [self.layer(layer) for layer in range(len(self.places))]
 
     def zero(self, group: int, slot: int, step: int) -> None:
-        """Overwrites a block with zeros, after this step, and releases its memory if possible."""
+        """Overwrites a block with zeros, notes `step` as its last write, and releases its memory if possible."""
         pool = self.pools[group]
         pool.zero(slot)
         self.mark_written(group, [slot], step)
         pool.release(slot)
 
     def mark_written(self, group: int, slots: Sequence[int] | Slots, step: int) -> None:
-        """Notes that a step writes these slots."""
+        """Notes that a step writes these slots, and prepares them."""
         pool, places = self.pools[group], np.asarray(slots, dtype=np.int64)
         pool.last_write_steps[places] = step
         pool.use(places)
@@ -221,7 +221,7 @@ class Pages:
     """
 
     def __init__(self, memories: Sequence[mmap.mmap], layers: int, slots: int) -> None:
-        """memories: each [layers, slots] of blocks of equal size, in one row."""
+        """memories: each has contiguous blocks of equal size, [layers, slots]."""
         self._memories = memories
         self._layers = layers
         self._slots = slots
@@ -233,7 +233,7 @@ class Pages:
         self._is_free[slots] = False
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot, except pages that it shares with slots in use."""
+        """Frees the pages of a slot, except pages that it shares with slots in use, other layers or the null block."""
         self._is_free[slot] = True
         for layer in range(self._layers):
             start, stop = self._free_pages(layer * self._slots, slot)
@@ -242,7 +242,10 @@ class Pages:
                     memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _free_pages(self, row: int, slot: int) -> tuple[int, int]:
-        """Returns [start, stop) of the pages that hold only a part of a slot in the layer that begins at `row`."""
+        """Returns the bytes [start, stop) of the pages that hold a part of a slot, and otherwise only free slots.
+
+        row: number of the first slot of the slot's layer in a memory.
+        """
         begin = (row + slot) * self._size
         end = begin + self._size
         start, stop = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -253,7 +256,7 @@ class Pages:
         return start, stop
 
     def _are_free(self, row: int, begin: int, end: int) -> bool:
-        """Returns whether all bytes of [begin, end) belong to free slots of one layer, or lie after the pool."""
+        """Returns whether all bytes of [begin, end) belong to free slots of the layer whose first slot is `row`."""
         first, last = begin // self._size - row, (end - 1) // self._size - row
         return first > 0 and last < self._slots and bool(self._is_free[first : last + 1].all())
 

@@ -42,9 +42,10 @@ def share_memory(
     """Divides `memory_bytes`, which hold at least one block of each group.
 
     windows: attention window of each group in tokens, None for full attention. weights: given shares of the bytes;
-    if empty, they are shared as sequences of `expected_tokens` need them. No share is too small for a prompt of
-    `longest_tokens` that pools with equally many blocks would hold. movable: whether the pools get slots to grow into.
-    Raises ModelError if the weights do not fit the groups.
+    if empty, the bytes are shared as sequences of `expected_tokens` need them. Each pool then gets at least the blocks
+    of a prompt of `longest_tokens`, or as many blocks as equal pools would have. movable: whether pools get slots to
+    grow into; never with weights or a single group.
+    Raises ModelError if the weights do not fit the groups, or leave a group without a block.
     """
     if weights:
         return Shares.fixed(_weighted(windows, block_bytes, memory_bytes, weights))
@@ -86,9 +87,10 @@ def _needed(
     expected_tokens: int,
     longest_tokens: int,
 ) -> tuple[int, ...]:
-    """Returns blocks for one sequence at its admission, and for as many later-stage sequences as possible.
+    """Returns blocks per group for one sequence at its admission, and for as many decoding sequences as possible.
 
-    An admission allocates a whole prompt's blocks in every group; a window releases most of them once it is computed.
+    An admission allocates a whole prompt's blocks in every group. A group with a window releases most of them once the
+    prompt is computed.
     """
     whole = -(-expected_tokens // block_size)
     least = min(-(-longest_tokens // block_size), memory_bytes // sum(block_bytes))
@@ -104,6 +106,6 @@ def _needed(
     def total(full: int) -> int:
         return sum(count * size for count, size in zip(blocks(full), block_bytes, strict=True))
 
-    # This also holds if all groups have windows, which get fewer.
+    # This bound also suffices if all groups have windows: such groups get only a part of `full` blocks.
     most = whole * (memory_bytes // min(block_bytes) + 1)
     return blocks(bisect_right(range(most), memory_bytes, key=total) - 1)

@@ -94,7 +94,7 @@ class Adapters:
         for loaded in self.loaded:
             folder = self._folders.get(loaded.adapter_id)
             if folder is None:
-                # It was unloaded meanwhile.
+                # The adapter has been unloaded since this loop began.
                 continue
             adapter = read_adapter(folder, model.linears, self._largest_rank)
             if adapter.adapter_id != loaded.adapter_id:
@@ -103,9 +103,9 @@ class Adapters:
         return found
 
     async def unload(self, name: str, *, validate_only: bool = False) -> None:
-        """Keeps new sequences from an adapter; its memory is free once its last sequence has left. Raises like `load`.
+        """Keeps new sequences from an adapter; frees its memory after KEEP_SECONDS and once its last sequence has left.
 
-        validate_only: only raises, without unloading.
+        validate_only: only raises, without unloading. Raises AdaptersFixedError and UnknownAdapterError.
         """
         if self._folder is None:
             raise AdaptersFixedError("no adapters are unloaded at run time here: KVKEEP_EXECUTOR_ADAPTER_DIR is empty")

@@ -1,8 +1,8 @@
 """Drafts of a smaller model with the same vocabulary.
 
-Its keys and values share the model's blocks: caching, sharing, copies between tiers and restoration of a prefix apply
-to both, and the cache manager counts their bytes together. It computes every prompt, so that a sequence drafts from
-its first token on, but output only as far as the drafts need it.
+Its keys and values share the model's blocks. So caching, sharing, copies between tiers and restoration of a prefix
+apply to both models, and the cache manager counts their bytes together. The draft model computes every prompt, so that
+a sequence drafts from its first token on, but output only as far as the drafts need it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -4,7 +4,7 @@ A step computes drafted tokens after a sequence's last known token, and each row
 were the sequence's tokens. Drafts are accepted in order as long as each equals the token sampled before it. The first
 sample that differs is the sequence's next token, and the rows after it are ignored.
 
-This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for certain proposals: there, a draft x is
+This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for deterministic proposals: there, a draft x is
 accepted with probability min(1, p(x) / q(x)), which is p(x) if q(x) = 1. Otherwise, the token is drawn from p without
 x. A sample of p is x with probability p(x); otherwise, it is distributed as p without x. Since a sample depends only
 on the seed and the output position, the output not only has the same distribution as without drafts but is the same.
@@ -30,8 +30,8 @@ _GAP = -1
 _WEIGHT = 1 / 8
 # A draft with a smaller chance is never computed.
 _LEAST_CHANCE = 0.1
-# The share of a token's time that a drafted token is expected to take until measured; the weight of the last
-# measurement; and the factor by which a step without drafts lowers the share, so that costly drafts are tried again.
+# The share of a token's time that a drafted token is expected to take until measured, and the weight of the last
+# measurement. Last, the factor by which a step without drafts lowers the share, so that costly drafts are tried again.
 _FIRST_SHARE, _COST_WEIGHT, _FORGETTING = 0.3, 1 / 4, 0.995
 # The factor for a draft model's drafts: trying these costs additional passes.
 _MODEL_FORGETTING = 0.9998
@@ -50,12 +50,12 @@ def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_i
 
 
 class NgramProposer:
-    """Proposes what followed the sequence's last tokens where they occurred earlier: in the output, the prompt, or
-    another text that may follow the prompt, which is followed from its beginning.
+    """Proposes what followed the sequence's last tokens at an earlier place in output, prompt or continuation.
 
-    The longest run found counts; of several, the latest. A place is followed as long as it is right. All costs except
-    the first index are independent of the sequence's length. Every token counts for the chance that proposals are
-    right, even if its proposal was not computed.
+    The continuation, a text that may follow the prompt, is followed from its beginning. Otherwise, the longest run
+    found counts; of several, the latest. A place is followed as long as it is right. Only the first index takes time
+    that grows with the sequence's length. Every token counts for the chance that proposals are right, even if its
+    proposal was not computed.
     """
 
     def __init__(self, token_ids: Sequence[int], continuation: Sequence[int] = ()) -> None:
@@ -222,7 +222,7 @@ class Drafter:
         return proposed
 
     def extend(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-        """Takes sampled tokens of a sequence. With an eviction policy, it never has drafts: its scores count rows."""
+        """Takes sampled tokens of a sequence, unless it has an eviction policy: its scores must not count drafts."""
         if sequence.policy is not None:
             return
         handle = sequence.handle

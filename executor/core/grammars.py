@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # Most compiled grammars that are kept.
 MAX_GRAMMARS = 256
-# Most Earley items of one mask, and of one position. The whole batch waits for a mask: with very ambiguous grammars it
-# takes up to 150 ms, with the library's own limits several times as long. 450 optional properties stay within.
+# Most Earley items of one mask, and of one position. The whole batch waits for a mask. The mask of a very ambiguous
+# grammar takes up to 150 ms, and several times as long with the library's own limits. A schema with 450 optional
+# properties stays within these limits.
 _MAX_ITEMS, _MAX_ROW = 5_000, 1_000
 # JSON as models write it on one line; a model that may choose white space could write nothing but white space forever.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -35,7 +36,8 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 _OPTIONS = "x-guidance"
 # Formats of texts that the library enforces.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-# RFC 3339 has a year 0, leap seconds, small letters and fractions without end. Most languages' types hold none of them.
+# RFC 3339 has a year 0, leap seconds, lowercase letters and fractions of any length. Most languages' types hold
+# none of them.
 _YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
 _SECONDS = r"\d\d:\d\d:[0-5]\d(\.\d{1,9})?(Z|[+-])"
 # The library allows 29 February in every year.
@@ -56,7 +58,7 @@ class Matcher:
     """Follows one output through its grammar."""
 
     def __init__(self, compiled: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        """compiled: before its first token; stays so."""
+        """compiled: before its first token; it is copied, not advanced."""
         self._compiled = compiled
         self._matcher = compiled.deep_copy()
         self._eos_token_ids = eos_token_ids
@@ -119,7 +121,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def lacks(self, grammar: Grammar) -> bool:
-        """Returns whether a grammar would have to be compiled."""
+        """Returns whether a grammar is not compiled yet, or is still being compiled."""
         with self._lock:
             found = self._compiled.get(grammar)
             return found is None or not found.done()

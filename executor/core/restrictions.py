@@ -79,7 +79,10 @@ class Restrictions:
         return (*self._last, *drafts)[-self._longest :] if self._longest else ()
 
     def _mask(self, grammar: Words | None, drafts: Sequence[int]) -> Words | None:
-        """Returns the tokens that all restrictions allow. If none is left: what the grammar allows, or else an end."""
+        """Returns the tokens that all restrictions allow; None for all tokens.
+
+        If no token is left: the tokens that the grammar allows, or else those that end the output.
+        """
         masks = [mask for mask in (grammar, self._allowed) if mask is not None]
         forbidden = self._forbidden(drafts)
         if not masks and not forbidden:

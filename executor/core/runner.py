@@ -319,7 +319,7 @@ class Runner:
         return self._drafter.propose(allowed, decodes, self._claim)
 
     def _claim(self, slots: Sequence[SlotRef]) -> None:
-        """Prepares slots that a draft model is about to write."""
+        """Waits until no copy uses these slots, which a draft model is about to write."""
         if self.tiers.busy:
             self._wait((), slots)
 
@@ -433,7 +433,7 @@ class Runner:
         if drafts:
             token_rows, ids = token_rows[kept], ids[kept]
         self._last_tokens.index_copy_(0, token_rows, ids)
-        # Requested here: after the next step is launched, it would wait for that step, too.
+        # The copy is requested here: after the next step is launched, the copy would wait for that step, too.
         return sampled.on_host(), accepted
 
     def _rows(
@@ -447,7 +447,7 @@ class Runner:
             yield SamplingRow(sequence.sampling, position + index, counts, restrictions)
 
     def _note_drafts(self, scheduled: ScheduledStep) -> Mapping[int, int]:
-        """Tells the drafter which tokens the step sampled; returns how many drafts are worth their computation next."""
+        """Tells the drafter the time of a step that only decoded; returns how many drafts are worth computing next."""
         if self._drafter is None or not scheduled.sequences:
             return {}
         sampling = scheduled.batch.sampling
@@ -507,7 +507,7 @@ class Runner:
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
     def _begin(self, copies: Sequence[Copy], step: int) -> float:
-        """Begins copies in their order, and waits for copies within the device; returns the seconds waited."""
+        """Begins copies in their order; returns the seconds that copies within the device waited for their slots."""
         waited, begun = 0.0, 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):

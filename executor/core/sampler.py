@@ -1,11 +1,11 @@
 """Chooses the next tokens, all rows at once, on the device.
 
-A row's choice is a function of its logits, its parameters, and one number derived from seed and output position:
+A row's choice is a function of its logits, its parameters, and one number derived from seed and output position. So
 neither the rest of the batch nor a recomputation after a preemption changes the choice.
 
-Order and meaning follow transformers: restrictions and biases, repetition penalty (prompt and output), then frequency
-and presence (output); then log-probabilities are taken; then temperature, top-k, top-p over what top-k left, min-p
-relative to the best.
+Order and meaning follow transformers. Logits are changed by restrictions and biases, repetition penalty (prompt and
+output), then frequency and presence (output). Log-probabilities are taken from these logits. Then follow temperature,
+top-k, top-p over what top-k left, and min-p relative to the best token.
 """
 
 from collections.abc import Sequence

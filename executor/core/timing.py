@@ -31,7 +31,7 @@ class Clock:
         self._last: Any = None
 
     def clear(self) -> None:
-        """Forgets the last span, because the span of a failed step has no end."""
+        """Forgets the last span: a failed step has no end from which idle time could count."""
         self._last = None
 
     def start(self) -> Span:

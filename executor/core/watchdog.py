@@ -10,17 +10,18 @@ from executor.core.worker import Worker
 log = structlog.get_logger()
 
 TICK_SECONDS = 1.0
-# Ticks for which the device's thread may stand still: at least STILL_TICKS, and STILL_TIMES the longest of the last
-# steps. The first step may take longer, as devices compile and load. The scheduler uses the same bounds for late
-# steps. A tick counts once it is over: a pause of the whole process is a single tick.
+# Ticks for which the device's thread may make no progress: at least STILL_TICKS, and STILL_TIMES the longest of the
+# last steps. The first step may take longer, as devices compile and load. The scheduler calls a step late by the same
+# factor, with the same bound for the first step. A tick counts once it is over: a pause of the whole process is a
+# single tick.
 STILL_TICKS, STILL_TIMES, FIRST_STEP_TICKS = 10, 5, 75
-# Ticks after the end of the session that the device works for: its scheduler has given it up, and only a new process
-# can help.
+# Ticks without progress until the process ends, if the session that the device works for has ended. The scheduler has
+# given up the session then, and only a new process can help.
 ABANDONED_TICKS = 30
 
 
 def still_ticks(longest_step: float | None) -> float:
-    """Returns the ticks for which the device's thread may stand still.
+    """Returns the ticks for which the device's thread may make no progress.
 
     longest_step: seconds; None before a step has ended.
     """

@@ -78,8 +78,8 @@ _Job = _Open | _Run | _Close | _Transfer | _Use | _After | _Stop
 class Worker:
     """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before waiting for step n.
 
-    Its thread then waits for a message or for the device, whichever comes first: a step that arrives while the
-    previous step computes is launched after it at once.
+    Its thread then waits for a message or for the device, whichever comes first. A step that arrives while the previous
+    step computes is launched at once, to run after the previous step.
     On other devices, the output of step n is delivered once step n+1 is prepared, or at once without a next step.
     """
 
@@ -91,7 +91,7 @@ class Worker:
         self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         # The step that was launched but not yet waited for.
         self._launched: tuple[Session, LaunchedStep] | None = None
-        # The number of the thread's turn, and its session; None while the thread waits for work.
+        # The number of the thread's turn, and its session; None while the thread waits for work or replaces weights.
         self._turn: tuple[int, Session | None] | None = None
         self._turns = 0
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -107,7 +107,7 @@ class Worker:
     def stop(self) -> bool:
         """Finishes what was submitted, including copies if that is not too slow, and ends the thread.
 
-        Returns False if the thread has stood still for STOP_SECONDS: then nothing that it uses may be closed.
+        Returns False if the thread has made no progress for STOP_SECONDS: then nothing that it uses may be closed.
         """
         self._queue.put(_Stop())
         before = None
@@ -122,7 +122,10 @@ class Worker:
 
     @property
     def turn(self) -> int | None:
-        """A number that changes with everything that the device's thread does; None while idle. From any thread."""
+        """A number that changes with everything that the device's thread does. From any thread.
+
+        None while the thread is idle or replaces weights.
+        """
         turn = self._turn
         return None if turn is None else turn[0]
 
@@ -155,7 +158,8 @@ class Worker:
     def use(self, forward: Forward, adapters: Mapping[int, Any]) -> Future[None]:
         """Removes all sequences and computes with other weights, after all that was submitted earlier.
 
-        The future is done then; if that is not possible, it has the error, and the previous weights stay.
+        The future is done once the weights are replaced. If this fails, the future has the error, and the previous
+        weights stay.
         """
         done = Future[None]()
         self._queue.put(_Use(forward, adapters, done))
@@ -209,7 +213,7 @@ class Worker:
             del job
 
     def _next(self) -> _Job | None:
-        """Returns the next message; None if the launched step is over and no message has come."""
+        """Returns the next message; None if no launched step still runs and no message has come."""
         while self._launched is not None and not self._launched[1].is_over:
             try:
                 return self._queue.get(timeout=LOOK_SECONDS)
@@ -279,7 +283,7 @@ class Worker:
         (session, launched), self._launched = self._launched, None
         try:
             output = launched.result()
-        except Exception as error:  # As above: an asynchronous device's errors surface here.
+        except Exception as error:  # As in _run: an asynchronous device's errors surface here.
             step = launched.scheduled.step
             self._fail(session, step.number, error)
             self.give_up(step.tickets_within_device)

@@ -53,7 +53,7 @@ class Blocks(Evictor):
         return without(gone, slots, size)[:, None]
 
     def kept_mass(self, index: Tensor) -> float | None:
-        """Returns the share of the scores after the start area, of the slots when `keep` was called."""
+        """Returns the share of the scores that the slots `index` have, without the start area; called after `keep`."""
         return share(self.scores(self._slots)[:, None], index)
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Blocks(Evictor):
         ...
 
     def tracked(self, scores: SequenceScores) -> Tensor:
-        """[L, 1, n] float32: attention of a layer to the n tokens behind the start area, summed over heads."""
+        """[L, 1, n] float32: attention of a layer to the n tokens after the start area, summed over heads."""
         return scores.weights[..., self.policy.start :].sum(1, keepdim=True)
 
     def of_blocks(self, values: Tensor, area: range) -> Tensor:
@@ -77,7 +77,7 @@ class Blocks(Evictor):
 
 
 class Areas(Blocks):
-    """Ranks blocks by attention, summed (SUM) and divided by the queries that saw a token (NORM_SUM)."""
+    """Ranks blocks by summed attention (SUM), or by this sum per query that saw a token (NORM_SUM)."""
 
     def __init__(self, policy: Policy, shape: KvShape, pooled: int = POOLED) -> None:
         super().__init__(policy, shape, pooled)
@@ -90,14 +90,14 @@ class Areas(Blocks):
         return ScoreAccumulator(self._sums.at_least(slots), self.policy.start, max(1, self.pooled))
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Adds the step's scores, pooled."""
+        """Adds the step's scores, pooled, unless the forward pass has added them by `accumulator`."""
         del new
         if scores is None:
             return
         if self._first is None:
             if not scores.rows:
                 return
-            # No token is evicted before, so slots are positions.
+            # No token was evicted before the first scored query, so slots are positions.
             self._first = scores.weights.shape[-1] - scores.rows
         if scores.accumulator is None:
             self._sums.add(pool(self.tracked(scores), self.pooled), self.policy.start)
@@ -114,7 +114,7 @@ class Areas(Blocks):
         return view.computed - view.positions[:, 0].clamp(min=self._first or 0)
 
     def least(self, view: KvView, area: range, count: int) -> Tensor:
-        """[L, count] int64: the blocks with the lowest scores; of equal scores, the first."""
+        """[L, count] int64: the lowest-scored blocks that KVCrush does not spare; of equal scores, the first."""
         scores = self.scores(view.positions.shape[-1])
         values = scores / self.counts(view) if self.policy.kind is Kind.NORM_SUM else scores
         order = self.of_blocks(values, area).sum(-1).sort(dim=-1, stable=True).indices
@@ -178,7 +178,7 @@ def distances(bits: Tensor, anchor: Tensor) -> Tensor:
 
 
 def spared(apart: Tensor, budget: int) -> Tensor:
-    """[L, min(budget, n)] int64: which of n blocks stay, spread over their distances [L, n] from the first on."""
+    """[L, min(budget, n)] int64: which of n blocks stay: every n // budget-th by distance [L, n], from the first on."""
     count = apart.shape[-1]
     budget = min(budget, count)
     return apart.sort(dim=-1, stable=True).indices[..., :: count // budget][..., :budget]

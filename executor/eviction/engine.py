@@ -111,7 +111,7 @@ class TokenEviction:
     def observe(
         self, sequences: Sequence[SequenceState], counts: Sequence[int], scores: Sequence[SequenceScores]
     ) -> None:
-        """Takes, after that step, the scores that the forward pass computed."""
+        """Passes the scores of a step on to the policies. Called after each step, with all its sequences."""
         if not self._states:
             return
         seen = {entry.sequence: entry for entry in scores}
@@ -137,7 +137,8 @@ class TokenEviction:
     def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Evicted | None:
         """Evicts the tokens that a sequence's policy names, if any, before the sequence computes more tokens.
 
-        table: only for its first eviction: the blocks that the kept tokens move to, or () if they stay.
+        table: only for its first eviction: the blocks that the kept tokens move to, or () if they stay. Returns None if
+        no token was evicted.
         """
         state = self._states.get(sequence.handle)
         if state is None or (table is None and not sequence.evicts):
@@ -149,7 +150,7 @@ class TokenEviction:
             with one_thread(self._device):
                 evicted = self._evict(sequence, state, count, table, step)
         if policy.most_kept is not None and (table == () or policy.bounds is not None):
-            # The scheduler releases the blocks beyond.
+            # The scheduler releases the blocks after these.
             sequence.tables[0] = sequence.tables[0][: -(-policy.most_kept // policy.block_size)]
         return evicted
 
@@ -275,7 +276,10 @@ def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _may_reuse(evictor: Evictor, index: Tensor) -> bool:
-    """Returns whether the next token may take the free slot: it is the same everywhere, and order does not matter."""
+    """Returns whether the next token may take the evicted token's slot, so that nothing moves.
+
+    The slot must be the same in all layers and heads, and the policy must need no order, scores or compacted positions.
+    """
     policy = evictor.policy
     joint = index.shape[0] == index.shape[1] == 1
     return joint and not evictor.ordered and not policy.uses_scores and not policy.compacted

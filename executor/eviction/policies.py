@@ -130,7 +130,7 @@ class Last(SlidingWindow):
 
 
 class H2O(AttentionRanked):
-    """Keeps the newest tokens, half of the budget by default, and the others with the most attention over all queries.
+    """Keeps the newest tokens, by default half of the budget, and those with the most attention over all queries.
 
     Zhang et al. 2023, H2O, section 4.
     """
@@ -179,7 +179,10 @@ class Tova(Ranked):
         self._weights = SlotScores(shape, 1)
 
     def observe(self, scores: SequenceScores | None, new: int) -> None:
-        """Takes the step's last query in place of the previous one."""
+        """Takes the step's last query in place of the previous one.
+
+        Of a step that computes several output tokens again, after a preemption, all queries count together.
+        """
         del new
         self._weights.clear()
         if scores is not None:

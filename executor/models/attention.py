@@ -114,12 +114,12 @@ class ScoringAttention:
             return paged_attention(query, k_cache, v_cache, batch, args)
         rows, paged = self._scored.rows, self._scored.paged
         if query.is_cuda:
-            # The kernel computes the logarithms of the sums of all rows anyway.
+            # The kernel computes the log-sum-exp of all rows anyway.
             every = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             out = paged_attention(query, k_cache, v_cache, batch, args, lse=every)
             chosen, lse = query[rows], every[rows]
         else:
-            # A CPU computes them in a slower way that rounds differently, so only for the scored rows.
+            # A CPU computes the log-sum-exp in a slower way that rounds differently, so only for the scored rows.
             out, chosen = paged_attention(query, k_cache, v_cache, batch, args), query[rows]
             lse = torch.empty(chosen.shape[:2], dtype=torch.float32)
             paged_attention(chosen, k_cache, v_cache, paged, args, lse=lse)

@@ -1,8 +1,8 @@
 """Scales of 8-bit caches, from the largest keys and values that fixed texts produce.
 
 Keys have outliers: some of a head's numbers are many times as large as the others, in every token. So each number has
-a separate scale, except that the two numbers rotated into each other by rotary embedding share one: a rotation must
-not change a scale. Values have no outliers, and one scale per head.
+a separate scale. Only the two numbers that rotary embedding rotates into each other share a scale, because a rotation
+must not change a scale. Values have no outliers, and one scale per head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,7 +98,7 @@ def _largest(model: Model, pools: KvPools, ids: Sequence[int]) -> Iterator[tuple
 
 
 def _scale(largest: Tensor, most: float) -> Tensor:
-    """[layers, kv_heads, head_dim] float32: scales with which `most` is a little more than the largest number."""
+    """[layers, kv_heads, head_dim] float32: scales with which the largest code, `most`, is above the largest number."""
     if not bool(largest.isfinite().all()):
         raise ModelError("the model computes keys or values that are no numbers: its weights are damaged")
     # In 64 bits, so that numbers on the grid stay on it.

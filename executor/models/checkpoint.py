@@ -38,11 +38,11 @@ _CACHE_SCALE = re.compile(r"\.layers\.([0-9]+)\.self_attn\.(?:[kv]_proj\.)?([kv]
 def load_decoder(source: str, dtype: Any) -> Any:
     """Returns the decoder of a folder or a hub id, on the CPU. dtype: of torch, or "auto" for the file's own.
 
-    Raises ModelError unless the checkpoint is exactly one decoder: for weights that are missing, unused or of wrong
-    shapes, an adapter, an encoder, or a format that transformers cannot read here.
+    Raises ModelError unless the checkpoint is exactly one decoder. Errors are missing or unused weights, wrong shapes,
+    an adapter, an encoder, or a format that transformers cannot read here.
     """
     check_folder(source)
-    # Its progress bars are no log lines, and its table of unfitting weights becomes one sentence.
+    # The progress bars of transformers are no log lines, and its table of unfitting weights becomes one sentence.
     transformers_logging.disable_progress_bar()
     transformers_logging.get_logger("transformers.modeling_utils").setLevel(transformers_logging.ERROR)
     config = _configuration(source)
@@ -53,9 +53,9 @@ def load_decoder(source: str, dtype: Any) -> Any:
             dtype=dtype,
             attn_implementation=attention.NAME,
             output_loading_info=True,
-            # Otherwise it raises without naming them.
+            # Otherwise, transformers raises an error that does not name these weights.
             ignore_mismatched_sizes=True,
-            # Otherwise it asks at the terminal.
+            # Otherwise, transformers asks at the terminal.
             trust_remote_code=False,
         )
     except torch.OutOfMemoryError as error:

@@ -1,9 +1,9 @@
 """Runs Llama-like decoders with merged products and fused kernels, whole steps as CUDA graphs.
 
 A graph repeats what was launched once, on the same addresses. So a step's inputs lie in permanent buffers, and its
-batch is padded to one of a few sizes, each with a separate graph: in tokens, and also in sequences if some sequence
-computes several tokens. Everything else is launched piece by piece: larger steps, steps with adapters or scored
-prompts, and, with the same padding, steps that score attention.
+batch is padded to one of a few sizes, each with a separate graph. A size is a number of tokens and, if some sequence
+computes several tokens, also of sequences. Everything else is launched piece by piece: larger steps, steps with
+adapters or scored prompts, and, with the same padding, steps that score attention.
 Without a CUDA device, the same functions run over the same buffers, and nothing is captured.
 """
 
@@ -248,7 +248,7 @@ class CudaGraphRunner:
             self._run(buffers, sent, size)
         if not size.decode or count == batch.num_sequences:
             return ForwardOutput(buffers.logits[:count], buffers.best[:count], sent.output_token_rows, scores)
-        # Some sequences compute the last token of a chunk that is not their last token.
+        # Some sequences compute a single token that is not their last known token, and want no logits.
         rows = sent.rows[:count]
         return ForwardOutput(buffers.logits[rows], buffers.best[rows], sent.output_token_rows, scores)
 
@@ -279,7 +279,7 @@ class CudaGraphRunner:
         # What the launch has derived from the batch must be derived again whenever the graph is repeated.
         batch = replace(batch, paged=tuple(replace(one) for one in batch.paged))
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile.
+        # Other threads may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._launch(buffers, batch, size)
         return graph

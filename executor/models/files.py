@@ -183,7 +183,7 @@ def _remove_old(folder: Path, kept: Path) -> None:
 
 @contextlib.contextmanager
 def made_whole(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill beside `target`, which it becomes in one move unless another process was faster."""
+    """Yields a folder to fill, beside `target`; then renames it to `target`, unless another process was faster."""
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
         folder = Path(scratch, "model")
         yield folder

@@ -15,7 +15,7 @@ from kernels.weights import LowRank
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """logits: [R, V] of any float dtype, one row per sampling sequence, valid until the next pass.
+    """logits: [R, V] of any float dtype, one row for each of the batch's `rows`, valid until the next pass.
 
     best: [R] int64, the ids of the largest logits; None if the pass did not compute them. output_token_rows: as in
     DeviceBatch. scores: of the batch's scored sequences, in their order.

@@ -24,7 +24,7 @@ class Recorder:
         value: Tensor,
         args: AttentionArgs,
     ) -> Tensor:
-        """Notes the layer's shape; returns zeros of the right size."""
+        """Notes the layer's shape; returns zeros of the query's shape. Raises FamilyError for unusual attention."""
         if layer in self.shapes:
             raise FamilyError(f"layer {layer} attends twice in one pass")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:

@@ -66,9 +66,9 @@ def layer_adapters(modules: Mapping[str, LowRank], layers: int) -> list[LayerAda
 def with_fallback(
     forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights[Matrix]], Forward], name: str
 ) -> Forward:
-    """Returns the forward pass that `build` makes of the model if its logits equal those of `forward`, else `forward`.
+    """Returns the forward pass that `build` makes of the model if its logits are near `forward`'s, else `forward`.
 
-    `forward` runs `module`. name: of the faster pass, for the log.
+    Logs why the faster pass is not used. `forward` runs `module`. name: of the faster pass, for the log.
     """
     config = module.config.get_text_config(decoder=True)
     if not _is_known(module, config):
@@ -101,7 +101,7 @@ def _check(module: Any, config: Any) -> None:
     """Raises UnsuitableError for what a configuration asks for beyond its family's usual layers."""
     rotary = module.model.rotary_emb
     if module.dtype not in TOLERANCES:
-        raise UnsuitableError(f"{module.dtype} is not among the data types that it computes in")
+        raise UnsuitableError(f"no faster forward pass computes in {module.dtype}")
     if getattr(rotary, "rope_type", "default") not in _FIXED_ROTATIONS:
         raise UnsuitableError(f"the rotary embedding {rotary.rope_type} changes with the length")
     if 2 * rotary.inv_freq.shape[0] != module.model.layers[0].self_attn.head_dim:

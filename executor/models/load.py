@@ -1,4 +1,4 @@
-"""A transformers decoder, unchanged, over packed tokens and paged attention."""
+"""Loads a decoder, checks that the executor can run it, and chooses its forward pass."""
 
 import ctypes
 import gc
@@ -74,8 +74,8 @@ def load_model(
 def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
     """Prepares a transformers decoder, on its device, to be run by the executor. Raises ModelError if it cannot.
 
-    Faster code replaces torch if possible: fused kernels on a GPU, compiled code kept in `compiled_folder` on a CPU;
-    with None, a CPU keeps to torch.
+    Faster code replaces torch if possible: fused kernels on a GPU, compiled code kept in `compiled_folder` on a CPU. If
+    this folder is None, a CPU keeps to torch.
     """
     module.eval().requires_grad_(False)
     device = module.device
@@ -187,7 +187,10 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, 
 
 
 def _max_positions(config: Any) -> int:
-    """Returns the longest sequence. RoPE that changes with a batch's longest sequence is used until it starts to."""
+    """Returns the longest sequence, in tokens. Raises ModelError.
+
+    For RoPE that changes with a batch's longest sequence, only the positions before the change count.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise ModelError(

@@ -31,7 +31,7 @@ def run(
     *steps: Sequence[int],
     evicting: bool = False,
 ) -> list[Tensor]:
-    """Yields the logits of the last token of each sequence in each step, float32 [sequences, V].
+    """Returns, for each step, the logits of the last computed token of each sequence, float32 [sequences, V].
 
     prompts: a number per sequence that distinguishes its tokens. steps: tokens of each sequence that a step computes.
     evicting: as if one token had been evicted after each step, so that later tokens' slots differ from their positions.

@@ -29,9 +29,10 @@ class TokenizerFiles:
 
 
 def load_tokenizer(files: ModelFiles, template: Path | None = None) -> TokenizerFiles:
-    """Loads the tokenizer; without one, the model takes only token ids. Raises ModelError for a damaged tokenizer.
+    """Loads the tokenizer; without one, the model takes only token ids.
 
-    template: the file of a chat template that replaces the model's.
+    template: the file of a chat template that replaces the model's. Raises ModelError for a damaged tokenizer, or a
+    template that cannot be used.
     """
     found = _of_gguf(GgufFile(Path(files.source))) if files.is_gguf else _of_folder(files)
     return found if template is None else replace(found, chat_template=read_template(template))

@@ -26,15 +26,18 @@ from protos.rpc.errors import InvalidField
 
 
 def parse_step(message: pb.Step, layout: Layout) -> Step:
-    """Parses a step. Raises InvalidStepError if columns do not match, or a parameter or policy is out of range."""
+    """Parses a step.
+
+    Raises InvalidStepError if columns do not match or name a sequence twice, or a parameter or policy is out of range.
+    """
     _check_columns("chunk_tokens", message.chunk_tokens, message.chunk_sequences)
     _check_columns("table_groups", message.table_groups, message.table_sequences)
     _check_columns("table_counts", message.table_counts, message.table_sequences)
     if sum(message.table_counts) != len(message.table_slots):
-        raise _invalid("table_slots", f"must be {sum(message.table_counts)}, as table_counts says")
+        raise _invalid("table_slots", f"must have {sum(message.table_counts)} entries, as table_counts says")
     _check_columns("evicting_counts", message.evicting_counts, message.evicting_sequences)
     if sum(message.evicting_counts) != len(message.evicting_slots):
-        raise _invalid("evicting_slots", f"must be {sum(message.evicting_counts)}, as evicting_counts says")
+        raise _invalid("evicting_slots", f"must have {sum(message.evicting_counts)} entries, as evicting_counts says")
     chunks = dict(zip(message.chunk_sequences, message.chunk_tokens, strict=True))
     if len(chunks) != len(message.chunk_sequences):
         raise _invalid("chunk_sequences", "must not name a sequence twice")

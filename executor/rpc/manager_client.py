@@ -73,11 +73,11 @@ class Fence(Protocol):
 
     @property
     def manager_epoch(self) -> int:
-        """Epoch of the manager whose blocks running steps may write into; 0 if no step runs."""
+        """Epoch of the manager whose blocks running steps may write into; 0 if certainly no step runs."""
         ...
 
     async def cut_off(self) -> None:
-        """Ends the session and refuses others until `admit_again`; returns once no step runs any more."""
+        """Ends the session and refuses new sessions until `admit_again`; returns once no step runs any more."""
         ...
 
     def admit_again(self) -> None:
@@ -130,7 +130,10 @@ class ManagerClient:
         leases: SchedulerLeases,
         fence: Fence,
     ) -> None:
-        """transfers: receives the tickets of ended copies. set_registered: called if a registration is won or lost."""
+        """transfers: receives the tickets of ended copies.
+
+        set_registered: called with True after each registration, and with False if a newer process has taken its place.
+        """
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
         self._worker = worker
@@ -153,9 +156,10 @@ class ManagerClient:
             tasks.create_task(self._confirm_all())
 
     async def update_weights(self, weight_version: str) -> int:
-        """Tells the manager that the executor computes with new weights; returns the cached blocks of other weights.
+        """Tells the manager that the executor computes with new weights; returns how many cached blocks are of others.
 
-        Raises RemoteError, after which the manager keeps the previous version. No session may be open meanwhile.
+        Raises RemoteError; the manager then has the previous version, or learns that version from the next
+        registration. No session may be open during this call.
         """
         async with self._telling:
             try:
@@ -168,7 +172,10 @@ class ManagerClient:
             return answer.other_blocks
 
     async def take_weights_back(self, weight_version: str) -> None:
-        """Returns to the previous weights' version; ends once the manager certainly knows."""
+        """Returns to the previous weights' version.
+
+        Ends once the manager has taken the version, or will learn it from the next registration.
+        """
         async with self._telling:
             self._announcement.weight_version = weight_version
             await self._tell_for_certain()

@@ -34,7 +34,7 @@ SERVICE = "execution.v1.ExecutorService"
 
 @dataclass(frozen=True)
 class Identity:
-    """Name and epoch of an executor; each of its processes has a larger epoch."""
+    """Name and epoch of an executor; each of its processes has a larger epoch than the previous one."""
 
     executor_id: str
     epoch: int
@@ -74,7 +74,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         session = self._sessions.suspend(error)
         if session is not None:
             self._worker.close(session, error)
-            # A device that stands still answers no step.
+            # A device that hangs answers no step.
             asyncio.get_running_loop().call_later(workers.STOP_SECONDS, session.end, error)
 
     async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
@@ -169,7 +169,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
                 if kind != "step":
                     raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
                 if self._leases.times_left(scheduler_id) > times_left:
-                    # A scheduler that was stopped does not know this yet; its next session begins without its blocks.
+                    # A scheduler that was paused does not know this yet; its next session begins without its blocks.
                     self._worker.give_up(tuple(request.step.copy_tickets))
                     raise SchedulerLeftError(f"the lease of scheduler {scheduler_id} has ended: open a new session")
                 step = self._parse(request.step)
@@ -188,7 +188,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             try:
                 await asyncio.to_thread(grammars.matcher, grammar)
             except GrammarError:
-                # The step will say to which sequence the grammar belongs.
+                # Preparing the step raises this error again, as an InvalidStepError.
                 continue
             except asyncio.CancelledError:
                 self._worker.give_up(step.tickets)
@@ -198,7 +198,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         try:
             return parse_step(message, self._layout)
         except InvalidStepError:
-            # Its copies will not run: their blocks must not stay reserved.
+            # The step's copies will not run: their blocks must not stay reserved.
             self._worker.give_up(tuple(message.copy_tickets))
             raise
 

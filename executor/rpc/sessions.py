@@ -23,7 +23,7 @@ from protos.rpc.errors import ServiceError
 if TYPE_CHECKING:
     from executor.core.worker import Worker
 
-# The epoch if a session has not named a manager: no manager has this epoch.
+# Stands for the manager's epoch if a session has not named a manager: no manager has this epoch.
 UNKNOWN = (1 << 64) - 1
 
 log = structlog.get_logger()
@@ -67,7 +67,7 @@ class Sessions:
         # The scheduler of the last session.
         self._scheduler_id = ""
         self._scheduler_epoch = 0
-        # Number of the manager's answers by which one was certainly requested after that scheduler came.
+        # After this many answers of the manager, at least one was certainly requested after that scheduler came.
         self._known_at = 0
         self._current: Session | None = None
         self._manager_epoch = 0
@@ -86,7 +86,7 @@ class Sessions:
             raise self._obstacles[-1]
         if executor_epoch != self._executor_epoch:
             raise WrongExecutorEpochError(
-                f"executor epoch {executor_epoch} is not this one's, {self._executor_epoch}",
+                f"executor epoch {executor_epoch} is not the epoch of this executor, {self._executor_epoch}",
                 fields={"open.executor_epoch": f"must be {self._executor_epoch}"},
             )
         if scheduler_epoch < self._scheduler_epoch:
@@ -119,7 +119,10 @@ class Sessions:
 
     @property
     def manager_epoch(self) -> int:
-        """Epoch of the cache manager whose blocks running steps may write into; 0 if no step runs."""
+        """Epoch of the cache manager whose blocks running steps may write into; UNKNOWN if a session named no manager.
+
+        0 before the first session and after `cut_off`. Stays when a session ends in any other way.
+        """
         return self._manager_epoch
 
     def registered(self, session: Session, manager_epoch: int) -> None:
@@ -136,7 +139,7 @@ class Sessions:
         self._worker.after(lambda: loop.call_soon_threadsafe(note))
 
     async def cut_off(self) -> None:
-        """Ends the session and refuses others until `admit_again`; returns once no step runs any more."""
+        """Ends the session and refuses new sessions until `admit_again`; returns once no step runs any more."""
         if self._cut_off is None:
             self._cut_off = SchedulerLeftError(
                 "the cache manager has started again, and the scheduler has not registered with it"
@@ -157,7 +160,7 @@ class Sessions:
             self._cut_off = None
 
     def suspend(self, obstacle: ServiceError) -> Session | None:
-        """Refuses new sessions with this error from now on; returns the current session, which is to be ended."""
+        """Refuses new sessions with this error; returns the current session, which is to be ended, or None."""
         if obstacle not in self._obstacles:
             self._obstacles.append(obstacle)
         return self._current

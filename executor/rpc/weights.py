@@ -1,7 +1,7 @@
-"""Replaces the executor's weights, for whoever trains the model: loaded beside running steps, then swapped.
+"""Replaces the executor's weights while a model is trained: loads them beside running steps, then swaps them.
 
-No step is computed between the time when the cache manager learns the new version and the time when the weights are in
-place: a block has the key of the weights that it was computed with. The manager is told the version with a digest of
+No step is computed from the time when the cache manager learns the new version until the weights are in place. So a
+block has the key of the weights that it was computed with. The manager is told the version with a digest of
 the files, because a version may return with different content.
 """
 
@@ -68,8 +68,8 @@ class WeightUpdates:
     async def update(self, version: str, path: str) -> int:
         """Computes with the weights of a folder from now on; returns how many cached blocks are of other weights.
 
-        It goes on if its caller disconnects. Raises WeightsFixedError, InvalidField, WeightsError, AdapterError and
-        PassedOnError; then the previous weights stay.
+        version, path: both empty for the weights of the start. An update goes on if its caller disconnects. Raises
+        WeightsFixedError, InvalidField, WeightsError, AdapterError and PassedOnError; then the previous weights stay.
         """
         if self._folder is None:
             raise WeightsFixedError(f"no other weights are loaded at run time here: {SETTING} names a folder for them")
@@ -78,7 +78,7 @@ class WeightUpdates:
         if folder is not None:
             await asyncio.to_thread(_check_indices, folder)
         task = asyncio.create_task(self._update(version, path, folder))
-        # Nothing else may hold the task once the caller has left.
+        # asyncio keeps only a weak reference to a task, and the caller may leave.
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
@@ -96,7 +96,7 @@ class WeightUpdates:
                 _clear_frames(error)
                 raise
             finally:
-                # The memory of the previous weights, or of refused ones.
+                # The memory of the previous weights, or of refused weights.
                 await asyncio.to_thread(release_unused_memory)
 
     async def _replace(self, version: str, path: str, folder: Path | None) -> int:
@@ -141,7 +141,7 @@ class WeightUpdates:
         except RemoteError as error:
             raise PassedOnError(error) from error
         try:
-            # Some may have been unloaded meanwhile.
+            # Some adapters may have been unloaded since they were prepared.
             loaded = {one.adapter_id for one in self._adapters.loaded}
             kept = {adapter_id: adapter for adapter_id, adapter in adapters.items() if adapter_id in loaded}
             await asyncio.wrap_future(self._worker.use(model.forward, kept))
@@ -178,7 +178,7 @@ def _check_indices(folder: Path) -> None:
 
 
 def _difference(now: Model, new: Model) -> str:
-    """Returns how a new model differs from what its place is made for; empty if it does not."""
+    """Returns the first difference that keeps a new model from replacing the present model; empty for none."""
     same_rotary = (now.rotary is None) == (new.rotary is None)
     if same_rotary and now.rotary is not None and new.rotary is not None:
         same_rotary = torch.equal(now.rotary, new.rotary)

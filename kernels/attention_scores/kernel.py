@@ -1,7 +1,7 @@
 """A second pass over the keys: one program owns the sums of one tile of one sequence's keys and one KV head.
 
-It takes query after query with known softmax, so that no two programs add to one sum and the order of a
-sum never changes.
+The program goes through the queries that count, whose softmax denominators are known. So no two programs add to the
+same sum, and the order of additions never changes.
 """
 
 import triton
@@ -88,7 +88,7 @@ def attention_scores_kernel(
                 other=0.0,
             )
             if QUANTIZED:
-                # Rounded as paged_attention rounds it, whose sums these weights are taken of.
+                # Rounded as in paged_attention, which has computed `lse` from the rounded query.
                 query = scaled(query, k_scale_ptr + kv_head * HEAD_DIM, HEAD_DIM, HEAD_DIM_PADDED).to(query.dtype)
             logits = tl.dot(query.to(keys.dtype), tl.trans(keys), input_precision="ieee") * scale
             if HAS_SOFTCAP:

@@ -33,12 +33,13 @@ def attention_scores(
 ) -> Tensor:
     """Softmax weights of every key, summed over queries and over the query heads that share the key's head.
 
-    query, k_cache, batch, args: as paged_attention got them; lse: [T, Hq] as it left it.
+    query, k_cache, batch, args: as paged_attention got them, or only the last rows of some sequences.
+    lse: [T, Hq] float32 contiguous, as paged_attention computed it for these rows.
     counts: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
-        observed window of a prompt, or at least all of them.
-    out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len; created with K equal to that if not given.
-        Returned; by the key's slot in its sequence, 0 after the sequence's end. Without sinks, sums to
-        counts * Hq / Hkv per head.
+        observed window of a prompt. A number larger than the number of queries counts all queries.
+    out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len; created with K equal to batch.max_seq_len if not
+        given. Returned; by the key's slot in its sequence, 0 after the sequence's end. Without sinks, a head's sum is
+        the number of counted queries times Hq / Hkv.
     squares: like out, gets the sums of the squares of the same weights.
     Raises ValueError naming the argument that is wrong.
     """

@@ -18,9 +18,10 @@ def attention_scores(
     columns: int,
     args: AttentionArgs,
 ) -> tuple[Tensor, Tensor]:
-    """[S, Hkv, columns], the softmax weight of each key summed over a sequence's last counts[s] queries and over the
-    query heads that share the key's head; and the sums of the squares of the same weights. The rest as in
-    paged_attention's reference.
+    """Sums of each key's softmax weights and of their squares, [S, Hkv, columns] each.
+
+    The sums are over a sequence's last counts[s] queries and over the query heads that share the key's head. The other
+    arguments are those of paged_attention's reference.
     """
     if args.k_scale is not None:
         k_cache = dequantize(k_cache, args.k_scale, query.dtype)

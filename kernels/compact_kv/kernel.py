@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-# How many there are changes from call to call; variants for 1 or multiples of 16 would gain nothing.
+# The number of slots changes from call to call; variants for 1 or multiples of 16 would gain nothing.
 @triton.jit(
     do_not_specialize=[
         "count",

@@ -8,12 +8,12 @@ from kernels.slots import as_rows, check_slots, row_numbers
 
 
 def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy each source slot's key and value to its target slot, separately per layer and head; no other is touched.
+    """Copy each source slot's key and value to its target slot, separately per layer and head.
 
-    k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool.
-    sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike.
-        All sources are read before any target is written, so that both may overlap in any way; of one layer and head
-        no target is named twice.
+    k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool. Slots that are no targets do not change.
+    sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; 1 if all layers or heads have the
+        same slots. All sources are read before any target is written, so that both may overlap in any way. No target
+        occurs twice in one layer and head.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
     """
     check_caches(k_cache, v_cache, "[L, N, B, Hkv, D]")
@@ -30,7 +30,7 @@ def compact_with_torch(k_cache: Tensor, v_cache: Tensor, sources: Tensor, target
 
     k_cache, v_cache: [L, N, B, Hkv, D] contiguous, of any dtype. sources, targets: [1 or L, 1 or Hkv, n] int64 slots.
     """
-    # If all heads move alike, one row has all of them.
+    # If all heads have the same slots, a row holds all heads of a slot.
     heads = max(sources.shape[1], targets.shape[1])
     read, written = (row_numbers(k_cache, slots, heads) for slots in (sources, targets))
     for cache in (k_cache, v_cache):

@@ -1,7 +1,8 @@
 """Compiles the decoder for this machine, once; later processes load the same library.
 
 `python -m kernels.cpu_decoder.build FOLDER` builds it in advance. The compiler's flags in CXXFLAGS come after ours:
-CXXFLAGS=-march=x86-64-v3 builds, on any newer processor, for every processor with AVX2.
+CXXFLAGS=-march=x86-64-v3 limits the library to AVX2. Each compiler, set of flags and kind of processor has a library of
+its own, so loading a library needs the compiler, too.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def digest() -> str:
-    """Returns a digest of the decoder's sources, compiler and processor. Raises NoCompilerError."""
+    """Returns a digest of the decoder's sources, compiler, flags and processor. Raises NoCompilerError."""
     return _key(find_compiler(), _with_environment(FLAGS))
 
 
@@ -66,7 +67,7 @@ def _with_environment(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Returns a digest of the sources, the compiler and the processor: several machines may share the folder."""
+    """Returns a digest of sources, compiler, flags and processor: several machines may share the folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(b"".join([*((_HERE / name).read_bytes() for name in SOURCES), version, _processor()]))
     digest.update(" ".join(flags).encode())
@@ -92,7 +93,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason was given"]
                 raise BuildError(f"{compiler} cannot compile the decoder: {lines[0]}")
-            # In one move: another process may be looking for it.
+            # Atomically: another process may be looking for the library.
             built.replace(library)
     except OSError as error:
         raise BuildError(f"the decoder cannot be compiled: {error}") from error
@@ -102,7 +103,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m kernels.cpu_decoder.build", description="Compiles the CPU decoder for this machine."
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where it is kept; else the current one")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where the library is kept; default: here")
     try:
         load(parser.parse_args().folder)
     except BuildError as error:

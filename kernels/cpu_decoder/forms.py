@@ -32,7 +32,8 @@ _BLOCK = 16
 def faster_plain(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype, threads: int) -> frozenset[str]:
     """Returns which of MATRICES the decoder multiplies with clearly faster if they are plain. Takes about a second.
 
-    A file's codes stay as they are: an operator serves such a file for its small size.
+    The set is empty if a file stores the matrices as codes: an operator serves such a file for its small size. The set
+    is also empty for a model so small that its weights stay in caches.
     """
     part = _part(weights)
     if part is None:
@@ -52,7 +53,11 @@ def faster_plain(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dt
 
 
 def _is_clear(shares: Sequence[float]) -> bool:
-    """Returns whether all squares of time shares are clearly below 1: all, so that other processes do not decide."""
+    """Returns whether all shares are below 1 and their median is clearly below 1.
+
+    shares: products of two time ratios each, so a root is compared. All must be below 1, so that other processes do not
+    decide.
+    """
     return max(shares) < 1 and sqrt(median(shares)) < _CLEARLY_FASTER
 
 

@@ -26,7 +26,10 @@ MATRICES = {"qkv": "qkv", "out": "attention output", "gate_up": "gate and up", "
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Slots and tables of the layers with one window. slots: [T] int64, -1 for nowhere; tables: [S, M] int32."""
+    """Slots and tables of one group of layers. slots: [T] int64, -1 to store nothing; tables: [S, M] int32.
+
+    window: tokens that a query sees, its own included; None for no limit.
+    """
 
     slots: Tensor
     tables: Tensor
@@ -35,7 +38,7 @@ class TokenGroup:
 
 @dataclass(frozen=True, eq=False)
 class CompiledAdapter:
-    """An adapter prepared for one decoder; its weights are freed when neither this nor a step has it any more."""
+    """An adapter prepared for one decoder; its weights are freed when neither this object nor a step refers to them."""
 
     handle: int
 
@@ -59,7 +62,7 @@ def obstacle(library: ctypes.CDLL, weights: Weights[Matrix], dtype: torch.dtype)
     if weights.head_dim % tile or weights.head_dim // 2 % width:
         return f"the head size {weights.head_dim} is no multiple of {max(tile, 2 * width)}"
     if weights.q_heads % weights.kv_heads:
-        return "query heads are not shared evenly"
+        return "the number of query heads is no multiple of the number of KV heads"
     if hidden % tile or any(layer.gate_up.shape[0] % tile for layer in weights.layers):
         return f"its widths are no multiples of {tile}"
     return ""
@@ -69,8 +72,8 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yields ways to store a matrix, the smallest first, each with the matrix in the form that this way takes."""
     if weight.dtype == torch.float32:
         yield from ((weight, stored) for stored in (abi.CODES_4, abi.CODES_8))
-        # Most models are published in bfloat16 or float16: as floats, too, their weights need little more memory than
-        # that. The lower half of floats that bfloat16 holds is 0, the lowest byte of those that float16 holds.
+        # Most models are published in bfloat16 or float16, and need little more memory if they are loaded as floats: if
+        # bfloat16 can hold a float, its lower half is 0; if float16 can hold it, its lowest byte is 0.
         bits = weight.view(torch.int32)
         if (bits & 0xFFFF).any():
             yield weight, abi.SQUEEZED_4 if (bits & 0xFF).any() else abi.SQUEEZED_3
@@ -84,9 +87,10 @@ class Decoder:
     """Owns packed copies of the weights and the threads that compute with them. One step at a time.
 
     vocabulary: V, the length of a row of logits. cache_dtypes: dtypes that caches may have. weight_bytes: of the packed
-    matrices. plain: which of MATRICES are kept in floats or bfloat16. products: whether bfloat16 is multiplied by
-    instructions for it, whose rounding differs; otherwise it is widened first. invariant: whether a row's logits depend
-    neither on the rest of its batch nor on the number of threads; rows of scored sequences are excepted.
+    matrices. plain: which of MATRICES are kept in floats or bfloat16, unless they are a file's codes. products: whether
+    bfloat16 is multiplied by instructions for it, whose rounding differs; otherwise it is widened first. invariant:
+    whether a row's logits depend neither on the rest of its batch nor on the number of threads; False until a caller
+    sets it. Rows of scored sequences are excepted.
     """
 
     def __init__(
@@ -102,7 +106,8 @@ class Decoder:
         """products: whether to multiply bfloat16 by instructions for it, if they exist; None chooses what is faster.
 
         plain: all other matrices take as few bytes as possible.
-        Raises ValueError if `obstacle` finds one.
+        Raises ValueError if there is an `obstacle`, or if a file's scale or offset is not finite. Raises MemoryError if
+        the packed weights do not fit.
         """
         reason = obstacle(library, weights, dtype)
         if reason:
@@ -119,20 +124,20 @@ class Decoder:
         self.vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
         intermediate, dim = weights.layers[0].gate_up.shape[0] // 2, weights.head_dim
-        # Of the projections that each matrix joins, in the order of the compiled code's Matrix.
+        # Rows of the projections that each matrix joins, in the order of the compiled code's Matrix.
         self._heights = {
             "qkv": [weights.q_heads * dim, *[weights.kv_heads * dim] * 2],
             "out": [self._hidden],
             "gate_up": [intermediate] * 2,
             "down": [self._hidden],
         }
-        # Tensors that the structures below point into; packed weights are in one piece, for large pages.
+        # Tensors that the structures below point into; packed weights are one allocation, for large pages.
         self._kept: list[Tensor] = []
         matrices = [
             weights.head,
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
-        # An embedding stored in codes keeps its codes; an embedding in floats is used as it is.
+        # An embedding stored in codes keeps its codes; any other embedding is copied in the model's dtype, unpacked.
         embedding = weights.embedding
         coded = embedding if isinstance(embedding, StoredMatrix) and embedding.codes else None
         if coded is not None:
@@ -170,16 +175,17 @@ class Decoder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Returns what the time of all steps so far went to, as one thread saw it; "rest": norms and embedding."""
+        """Seconds of all steps so far in each phase, as the calling thread saw them; "rest": norms and embedding."""
         return dict(zip(PHASES, self._seconds, strict=True))
 
     def bind(
         self, caches: Sequence[tuple[Tensor, Tensor]], scales: Sequence[tuple[Tensor | None, Tensor | None]] = ()
     ) -> None:
-        """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write.
+        """Sets each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write.
 
-        caches: all of one dtype of CACHED. scales: of int8 and float8_e4m3fn those of each layer's keys and values,
-        [Hkv, D] float32 each; of others none. Raises ValueError naming the argument that is wrong.
+        caches: all of one dtype of CACHED and one block size; the caller must keep them alive. scales: for int8 and
+        float8_e4m3fn, each layer's scales of keys and values, [Hkv, D] float32, which are copied; for other dtypes, no
+        scales. Raises ValueError naming the argument that is wrong.
         """
         nothing = [(None, None)] * len(caches)
         for layer, (k_cache, v_cache), (k_scale, v_scale) in zip(self._layers, caches, scales or nothing, strict=True):
@@ -212,12 +218,13 @@ class Decoder:
         token_ids: [T] int64. positions: [T] int64, by which queries and keys are rotated.
         cache_positions: [T] int64, positions along the block tables, consecutive in a sequence; a token attends to all
         positions up to its own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
-        query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
+        query_start[s + 1], at least one. groups: one per group of layers. rows: [R] int64, packed tokens.
         scores: sequences whose attention scores are computed, at most once each, and where the scores go; only for
         models without a window.
         adapters: spans that do not overlap; tokens outside them have no adapter.
         out: [R, V] float32 contiguous, which takes the logits; None for a new tensor.
-        Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
+        Raises ValueError naming the argument whose shape or dtype is wrong, and if no caches are bound. Ids, slots and
+        tables are not checked.
         """
         num_tokens, num_sequences = token_ids.shape[0], query_start.shape[0] - 1
         for name, tensor, size, dtype in (
@@ -277,9 +284,10 @@ class Decoder:
         return logits
 
     def adapter(self, layers: Sequence[LayerAdapter]) -> CompiledAdapter:
-        """Packs an adapter. Raises ValueError naming the projection whose matrices do not fit.
+        """Packs an adapter. Raises ValueError naming the projection whose matrices do not fit, and MemoryError.
 
-        Its weights are rounded to bfloat16 if the model's are, and also stored so if that changes none of them.
+        Its weights are stored in bfloat16 if the model's dtype is bfloat16, or if rounding changes none of them. Else
+        they are stored in float32.
         """
         matrices: list[abi.AdapterMatrix] = []
         kept: list[Tensor] = []
@@ -388,7 +396,7 @@ class Decoder:
         return matrix.detach().to(self._dtype)
 
     def _pack_blocks(self, blocks: Tensor, kind: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """Packs a file's blocks; returns where they lie, and how. Raises ValueError if a scale is not a number."""
+        """Packs a file's blocks; returns where they lie, and how. Raises ValueError if a scale is not finite."""
         at = self._packed + self.weight_bytes
         number, stored = abi.BLOCK_KINDS[kind][0], self._coded(kind)
         size = self._library.decoder_pack_blocks(at, blocks.data_ptr(), *shape, number, stored)
@@ -410,7 +418,11 @@ class Decoder:
         return self._packed_bytes(matrix, abi.SQUEEZED_4 if self._dtype == torch.float32 else abi.SQUEEZED_2)
 
     def _pack(self, weight: Tensor, *, plain: bool) -> tuple[int, int]:
-        """Packs a matrix; returns where it lies, and how: in the first possible way, or else in the last."""
+        """Packs a matrix; returns where it lies, and how.
+
+        A plain matrix is stored in the last of `_ways`, any other in the first that is possible. A squeezed matrix must
+        also be smaller than in floats or bfloat16.
+        """
         at = self._packed + self.weight_bytes
         ways = _ways(weight)
         for same, stored in deque(ways, maxlen=1) if plain else ways:

@@ -28,7 +28,7 @@ def step(
     scales: Sequence[tuple[Tensor | None, Tensor | None]] = (),
     adapters: Sequence[tuple[Sequence[LayerAdapter], int, int]] = (),
 ) -> Tensor:
-    """As `launch.Decoder.step`, in the dtype of the weights and scores; returns [R, V].
+    """As `launch.Decoder.step`, in the dtype of the weights and scores, but without accumulators; returns [R, V].
 
     caches: [N, B, Hkv, D] each, of that dtype, or of 8 bits with `scales`, as `launch.Decoder.bind` takes them.
     adapters: layers, the first token, and the token after the last.

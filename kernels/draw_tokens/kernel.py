@@ -1,7 +1,7 @@
-"""One program draws the token of one row, and reads the row once per question that it has about it.
+"""One program draws the token of one row, in several passes over the row.
 
-Nothing is sorted. What top-k and top-p keep are the tokens from some logit up, and that logit is found by narrowing:
-each pass asks for three candidates at once how much lies above them, which leaves a quarter of the candidates.
+Nothing is sorted. Top-k and top-p keep the tokens from some logit up. A search finds this logit: each pass sums what
+lies above three candidates at once, which leaves a quarter of the candidates.
 """
 
 # Triton reads the signature by its own rules.
@@ -15,14 +15,14 @@ from kernels.device_functions import LOG2_E
 
 @triton.jit
 def order_keys(x, SHIFT: tl.constexpr):
-    """int32 numbers in the order of float32 values. SHIFT: their last bits, which the logits' type does not have."""
+    """int32 numbers in the order of float32 values. SHIFT: how many low bits to drop, all 0 in the logits' type."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def tile_of(row_ptr, start, vocab, TILE: tl.constexpr):
-    """Logits of a row from `start` on, [TILE] float32; minus infinity behind the end."""
+    """Logits of a row from `start` on, [TILE] float32; minus infinity after the end."""
     at = start + tl.arange(0, TILE)
     return tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
 
@@ -31,9 +31,10 @@ def tile_of(row_ptr, start, vocab, TILE: tl.constexpr):
 def least_kept(
     row_ptr, vocab, best, rate, low, high, limit, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Smallest key of low to high above which lies less than the limit; above high lies nothing.
+    """Smallest key from low to high such that the tokens with larger keys sum to less than the limit.
 
-    What lies there is counted or, WEIGHTED, weighed by exp2((logit - best) * rate). All keys are int64 here.
+    A token counts as 1 or, if WEIGHTED, as exp2((logit - best) * rate). No token has a key larger than high. Keys are
+    int64 here.
     """
     while low < high:
         width = high - low
@@ -61,9 +62,9 @@ def least_kept(
 
 @triton.jit
 def least_of_lanes(keys, weights, low, high, limit):
-    """Smallest key of low to high above which the weights of these keys are less than the limit."""
+    """Smallest key from low to high such that the weights of larger `keys` sum to less than the limit."""
     while low < high:
-        # Of a positive number: the division of a negative one rounds up.
+        # The difference is positive: (low + high) // 2 would round up for a negative sum.
         middle = low + (high - low) // 2
         if tl.sum(tl.where(keys > middle.to(tl.int32), weights, 0.0), 0) < limit:
             high = middle
@@ -109,7 +110,8 @@ def draw_tokens_kernel(
     rate = LOG2_E / temperature
     highest = order_keys(best, SHIFT).to(tl.int64)
     least = order_keys(tl.min(smallest, 0), SHIFT).to(tl.int64)
-    # The largest logits of the lanes are some of all: what lies above a key is no less than what of them does.
+    # The largest logit of each lane is one of the row's logits. So the sum of the lanes above a key is at most the sum
+    # of the row, and a search among the lanes gives a lower bound.
     lanes = order_keys(largest, SHIFT)
     if (top_k > 0) & (top_k < vocab):
         least = least_of_lanes(lanes, tl.full([TILE], 1.0, tl.float32), least, highest, top_k)
@@ -120,7 +122,7 @@ def draw_tokens_kernel(
             total += kept_weights(row_ptr, start, vocab, best, rate, least, float("-inf"), SHIFT, TILE)
         share = top_p.to(tl.float32)
         mass = tl.sum(total, 0)
-        # Even if all tokens had the weight of this one, together they would weigh half of what may be missing.
+        # Even if all tokens had this logit, together they would weigh only half of what top-p may drop.
         negligible = best + tl.log2(0.5 * (1.0 - share) * mass / vocab) / rate
         low = tl.maximum(least, order_keys(negligible, SHIFT).to(tl.int64) - 1)
         low = least_of_lanes(lanes, tl.exp2((largest - best) * rate), low, highest, share * mass)

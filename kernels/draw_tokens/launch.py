@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.checks import check_contiguous, check_device, check_dtype, check_shape
 from kernels.draw_tokens.reference import LARGEST_UNIFORM
 
-# In a sorted distribution, top-p seldom needs more candidates than this; a row that does is fully sorted.
+# In a sorted distribution, top-k and top-p seldom need more candidates than this; a row that does is fully sorted.
 _CANDIDATES = 512
 # Low bits that float32 has beyond those of each type.
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -16,8 +16,9 @@ TILE, WARPS = 8192, 16
 
 
 def draw_tokens(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
-    """logits: [R, V] float32, float16 or bfloat16, the logits of a row side by side.
+    """Draws one id for each of `rows`.
 
+    logits: [R, V] float32, float16 or bfloat16, the logits of a row side by side.
     rows: [P] int64, the rows to draw from. parameters: [P, 5] float64 contiguous, for each row: temperature, above 0;
     top-k, 0 for none; top-p, 1 for none; min-p, 0 for none; and a random number in [0, 1).
     Returns ids, [P] int64. Equal logits are kept or dropped together; see the reference. An id depends only on its own
@@ -41,7 +42,10 @@ def draw_tokens(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
 
 
 def draw_with_triton(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
-    """As draw_tokens, on CUDA or in Triton's interpreter. Weights are float32, their sums over tiles float64."""
+    """As draw_tokens, on CUDA or in Triton's interpreter.
+
+    Weights and the sums for top-p are float32; for the draw, sums over tiles are float64.
+    """
     # Imported here because a CPU machine may have no triton.
     import triton
 
@@ -80,7 +84,7 @@ def draw_with_torch(logits: Tensor, rows: Tensor, parameters: Tensor) -> Tensor:
     weights = logits.double().exp_().masked_fill_(logits < least, 0)
     cumulative = weights.cumsum_(-1)
     targets = uniform.clamp(max=LARGEST_UNIFORM)[:, None] * cumulative[:, -1:]
-    # Right: an id whose weight is 0 is never drawn, and 0 draws the first positive one.
+    # right=True: an id with a weight of 0 is never drawn, not even for a target of 0.
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]
 
 
@@ -97,7 +101,10 @@ def _least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _cut(ordered: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """ordered: [P, W], the W best logits, best first. Returns the smallest kept, [P, 1], and if W was enough, [P]."""
+    """Returns the smallest logit kept, [P, 1], and whether `ordered` was enough, [P].
+
+    ordered: [P, W], the W best logits, best first.
+    """
     width, vocab = ordered.shape[1], logits.shape[1]
     bounded = ((top_k > 0) & (top_k < vocab))[:, None]
     last_of_k = torch.where(bounded[:, 0], top_k, vocab).long().clamp_(max=width)[:, None] - 1

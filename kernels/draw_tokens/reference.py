@@ -21,7 +21,7 @@ def kept_tokens(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
         _, group = logits.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         mass = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, weights)
         above = mass.sum() - mass.cumsum(0)
-        # Dropped if the better tokens alone are enough; nothing is better than the best.
+        # Dropped if the better tokens alone are enough; the best token is never dropped.
         enough = above >= top_p * mass.sum()
         enough[-1] = False
         weights[enough[group]] = 0

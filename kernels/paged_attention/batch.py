@@ -17,7 +17,7 @@ T = TypeVar("T")
 class AttentionArgs:
     """A layer's arguments of attention, the same in every step.
 
-    scale: factor of the logits, more than 0. window: tokens that a query sees, itself included; None for all up to it.
+    scale: factor of the logits, more than 0. window: tokens that a query sees, its own included; None for no limit.
     softcap: logits become softcap * tanh(logits / softcap). sinks: [Hq] logits that join the softmax without a value.
     k_scale, v_scale: [Hkv, D] float32, factors of the keys and values in int8 or float8_e4m3fn caches.
     """
@@ -49,9 +49,9 @@ class PagedBatch:
 
     query_start: [S + 1] int32, sequence s has the rows query_start[s] to query_start[s + 1], possibly none.
     seq_lens: [S] int32, tokens in the cache, those of this step included.
-    block_tables: [S, M] int32, block numbers; entries that no query can see are never read.
+    block_tables: [S, M] int32, block numbers; entries of blocks that no query sees may be any numbers.
     max_query_len, max_seq_len: at least the largest lengths (they limit the launch grid on CUDA).
-    query_lens, host_seq_lens: the same lengths on the host, for the CPU path and its checks.
+    query_lens, host_seq_lens: the same lengths on the host, for the CPU path and its checks; both empty if unknown.
     """
 
     query_start: Tensor

@@ -21,7 +21,7 @@ from kernels.quantization import dequantize
 DECODE_KEYS = 4096
 # A sequence shorter than this share of its neighbours' length gets a separate call rather than padding.
 DECODE_FILL = 0.75
-# Bounds the masks of a long prompt, and skips the keys after a tile.
+# Limits the size of a long prompt's masks. A tile skips the keys after its last query.
 QUERY_TILE = 256
 # Sequences share a tile if it takes at most this many times the multiplications that they would take alone: larger
 # tiles can afford more multiplications, as they read shared keys only once.
@@ -46,8 +46,9 @@ class _Span:
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows computed in one call, with `columns` gathered keys for each of its sequences.
+    """Query rows computed in one call, with `columns` gathered keys for each of its `sequences`.
 
+    sequences: the batch size of the call; 1 if several sequences share the columns.
     rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
     mask: [sequences, 1, queries, columns], 0 or -inf.
     unseen: gathered columns that no query sees, counted through all sequences.
@@ -115,7 +116,8 @@ def attend(
     for tile in tiles:
         result, total = compute(tile)
         if tile.members and not bool(result.isfinite().all()):
-            # One member has NaN or infinity among its values, and 0 times these is NaN, so each is computed alone.
+            # A value of some member is NaN or infinite, and its product with a weight of 0 is NaN in the rows of other
+            # members. So each member is computed alone.
             for span in tile.members:
                 alone = _tile([span], window, block_size, query.dtype)
                 write(alone, *compute(alone))
@@ -147,7 +149,7 @@ def _attend_explicitly(
 ) -> tuple[Tensor, Tensor]:
     """Computes what the dense call cannot, in float32: attention, and the logarithm of each row's sum of exp(logits).
 
-    sinks fit [sequences, Hkv, queries].
+    sinks: broadcast to [sequences, Hkv, queries].
     """
     logits = (query.float() @ keys.float().transpose(-1, -2)) * args.scale
     if args.softcap is not None:

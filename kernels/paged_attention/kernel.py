@@ -1,11 +1,11 @@
 """Flash attention over a paged cache: one program per tile of one sequence's queries, KV head and share of the keys.
 
 A tile's rows are (query token, query head of the group) pairs, so that the heads that share a KV head share its loads
-and a single new token still fills a matrix row per head. Keys come in tiles of any size: each looks up its own block.
-A long sequence's keys can be shared out among programs (Dao et al. 2023, "Flash-Decoding"); a second kernel merges
-what they found. Where each sequence has one query, a kernel before it shares out each sequence by its own length, so
-that one long sequence among short ones keeps the whole device busy; the lengths are on the device only, as graphs
-repeat all of it.
+and a single new token still fills a matrix row per head. Keys come in tiles of any size: each key looks up its block.
+A long sequence's keys can be divided among programs (Dao et al. 2023, "Flash-Decoding"); a second kernel merges the
+partial results. If no sequence has more than one query, `share_out_kernel` runs first and divides each sequence by its
+length, so that one long sequence among short sequences keeps the whole device busy. This kernel reads the lengths on
+the device, because a CUDA graph is replayed with other lengths.
 
 Softmax is taken in powers of two, the factor log2(e) being part of the logits' scale, as the hardware has no other
 exponential (Dao 2023, "FlashAttention-2", section 3.1).
@@ -50,14 +50,14 @@ def _attend_to_tiles(
     largest, total, weighted = softmax
     dim = tl.arange(0, HEAD_DIM_PADDED)
     key = tl.arange(0, TILE_KEYS)
-    # Looked up one tile ahead: loads whose addresses are loaded in the same turn of the loop are not overlapped.
+    # Looked up one tile ahead: loads whose addresses are loaded in the same iteration are not pipelined.
     next_block = tl.load(table + tl.minimum(begin + key, last_key) // BLOCK_SIZE)
     for tile_start in range(begin, end, TILE_KEYS):
         block = next_block
         next_block = tl.load(table + tl.minimum(tile_start + TILE_KEYS + key, last_key) // BLOCK_SIZE)
         key_position = tile_start + key
         if MASKED:
-            # Nothing else is read: those slots may hold anything, and 0 times NaN is NaN.
+            # Other slots are not read: they may hold NaN, and 0 times NaN is NaN.
             key_used = (key_position >= first_key) & (key_position <= last_key)
         at = block.to(tl.int64) * (BLOCK_SIZE * KV_HEADS * HEAD_DIM)
         at += (key_position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
@@ -126,11 +126,12 @@ def share_out_kernel(
     SEQUENCES_PADDED: tl.constexpr,
     ENTRIES_PADDED: tl.constexpr,
 ):
-    """The shares of sequences of one query each: an entry for each share, -1 where there is none.
+    """The shares of sequences of at most one query each: an entry for each share, -1 after the last share.
 
-    A sequence has `splits` shares, fewer where these would have less than LEAST_KEYS keys, and more where these would
-    have more than MOST_KEYS: a number of its own length alone, unless there are more shares than entries, which are
-    more than splits * sequences. window: 0 for none.
+    A sequence has `splits` shares, but at most one per LEAST_KEYS keys, rounded up. It has more if a share would have
+    more than MOST_KEYS keys, up to MOST_SHARES. The number depends only on the sequence's own length, unless there
+    would be more shares than entries: then MOST_KEYS is doubled until all fit. `entries` must be at least
+    splits * sequences. window: 0 for none.
     """
     sequence = tl.arange(0, SEQUENCES_PADDED)
     inside = sequence < sequences
@@ -197,7 +198,7 @@ def paged_attention_kernel(  # noqa: C901
     INTERPRETER: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
 ):
     # Heads of a sequence run at the same time, as their keys lie side by side in memory; a prompt's last tile, which
-    # has the most keys, comes first, so that no long one is left at the end.
+    # has the most keys, comes first, so that no long tile is left at the end.
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     split = tl.program_id(2)
@@ -211,7 +212,7 @@ def paged_attention_kernel(  # noqa: C901
     else:
         sequence = sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
     row_start = tl.load(query_start_ptr + sequence)
-    # Behind the last sequence is one of no length.
+    # A tile after the last sequence has no queries.
     query_len = tl.load(query_start_ptr + tl.minimum(sequence + 1, sequences)) - row_start
     first_token = 0 if DECODE_ONLY else (tile - row_start // TILE_TOKENS - sequence) * TILE_TOKENS
     if first_token >= query_len:
@@ -260,7 +261,7 @@ def paged_attention_kernel(  # noqa: C901
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # A sink is a key seen by every row whose value is zero; the first share counts it.
+        # A sink is a key that every row sees, with a value of zero; only the first share counts the sink.
         largest = tl.load(sinks_ptr + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
         total += tl.where(split == 0, 1.0, 0.0)
     softmax = (largest, total, tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32))
@@ -322,7 +323,7 @@ def merge_shares_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
-    """One program per sequence of one query and head merges all of its shares, in their order."""
+    """One program per head and sequence of one query merges all shares of this sequence, in their order."""
     sequence, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first = tl.load(first_entry_ptr + sequence)
     count = tl.load(first_entry_ptr + sequence + 1) - first
@@ -349,10 +350,13 @@ def _merge(
     HEAD_DIM_PADDED: tl.constexpr,
     STORE_LSE: tl.constexpr,
 ):
-    """Writes the sum of the parts, weighted by what their softmax added up. part, there: [N], rows of the parts."""
+    """Writes the mean of the parts, weighted by their sums of exp(logits).
+
+    part: [N], rows of the parts. there: [N], which of these rows exist.
+    """
     dim = tl.arange(0, HEAD_DIM_PADDED)
     lse = tl.load(parts_lse_ptr + part, mask=there, other=float("-inf"))
-    # A share without keys was never written. What is no number is one of the results.
+    # A share without keys was never written. A share whose sum is NaN counts, so that the result is NaN.
     used = (lse != float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
     parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0)
     largest = tl.max(lse, 0)

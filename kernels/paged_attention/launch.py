@@ -48,7 +48,7 @@ def paged_attention(
     query: [T, Hq, D] packed, any strides, Hq a multiple of Hkv, the caches' dtype unless these are quantized;
         query i of a sequence is its token seq_len - query_len + i.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool, this step's tokens stored.
-    out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are left as they are.
+    out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are not written.
     lse: [T, Hq] float32 contiguous, gets the logarithm of each row's sum of exp(logits), the sink's among them.
     sizes: how the Triton kernel splits its work, for measurements; None for those of choose_sizes.
     Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
@@ -87,8 +87,9 @@ def attend_with_triton(
 
     query: [T, Hq, D], of any float dtype and strides. k_cache, v_cache: [N, B, Hkv, D], like query, or int8 or
     float8_e4m3fn with scales. out: [T, Hq, D] like query. lse: [T, Hq] float32, natural logarithms.
-    The grid depends only on shapes and the bounds in `batch`, as CUDA graphs need. Keys that are divided into shares
-    take a second launch; single queries always do, and take one more per step.
+    The grid depends only on shapes and the bounds in `batch`, as CUDA graphs need. If keys are divided into shares, a
+    second launch merges these. If no sequence has more than one query, keys are always divided, and the first layer
+    with this batch takes one more launch, for `share_out`.
     """
     # Imported here because a CPU machine may have no triton.
     from kernels.paged_attention.kernel import merge_shares_kernel, merge_splits_kernel, paged_attention_kernel
@@ -200,7 +201,7 @@ class Shares:
 def share_out(batch: PagedBatch, window: int | None, sizes: TileSizes) -> Shares:
     """Makes the shares with `share_out_kernel`, on CUDA or in Triton's interpreter; one launch for all layers.
 
-    There is room for the shares of sequences of any lengths.
+    The tensors have room for any lengths: if there would be too many shares, the kernel makes larger shares.
     """
     from kernels.paged_attention.kernel import share_out_kernel
 
@@ -228,7 +229,7 @@ def share_out(batch: PagedBatch, window: int | None, sizes: TileSizes) -> Shares
 
 @cache
 def device_of(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Returns compute capability and number of multiprocessors; the interpreter counts as the smallest large device."""
+    """Returns compute capability and number of multiprocessors; 9.0 and one multiprocessor for the interpreter."""
     if device.type != "cuda":
         return (9, 0), 1
     properties = torch.cuda.get_device_properties(device)

@@ -21,7 +21,7 @@ def paged_attention(
 
     Query i of a sequence is its token seq_len - query_len + i and sees itself and all earlier tokens, with a window
     only the window - 1 before it. Query head h reads KV head h // (Hq / Hkv).
-    lse: [T, Hq], gets the logarithm of each row's sum of exp(logits). Rows of no sequence are zero.
+    lse: [T, Hq], gets the logarithm of each row's sum of exp(logits). Returned rows of no sequence are zero.
     """
     if args.k_scale is not None and args.v_scale is not None:
         k_cache, v_cache = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class TileSizes:
     """Rows (pairs of a query token and a head), query tokens and keys of a tile, and how it is launched.
 
-    splits: programs among which a tile's keys are divided, a power of two. If each sequence has one query, a share has
-    at least least_keys keys, and a long sequence has more shares.
+    splits: programs among which a tile's keys are divided, a power of two. If each sequence has one query, a sequence
+    has at most one share per least_keys keys, rounded up, and a long sequence has more than `splits` shares.
     """
 
     rows: int
@@ -31,17 +31,18 @@ SINGLE_SM_80: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4
 SINGLE_SM_90: Table = {64: (16, 128, 4, 3), 128: (16, 64, 4, 2), 256: (16, 32, 4, 3)}
 # Products in float32 have no matrix instruction; small tiles stay in registers.
 FLOAT32: Table = {64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)}
-# Compute capabilities with the shared memory and the matrix instructions that the tables of sm_90 are for.
+# Major compute capabilities with the shared memory and the matrix instructions that the tables of sm_90 are for.
 LARGE = (9, 10)
 
-# Programs per multiprocessor up to which keys are divided into shares, and the fewest keys of a share.
+# Programs per multiprocessor up to which keys are divided into shares, and how many keys justify one more share.
 SINGLE_PROGRAMS = 3
 PROMPT_PROGRAMS = 1
 SPLIT_KEYS = 256
 MAX_SPLITS = 64
-# Most keys of a share of a sequence with one query: sequences of four times that take as long as their neighbours.
+# Most keys of a share of a sequence with one query. A sequence with four times as many keys takes as long as its
+# neighbours, because its shares run in parallel.
 MOST_KEYS = 2048
-# Additional shares for this in any batch, and for each of its sequences.
+# Room for additional shares of long sequences in any batch; one per sequence if there are more sequences than this.
 MORE_SHARES = 128
 
 

@@ -1,4 +1,4 @@
-"""One program norms a few rows, all of whose columns it holds in registers: each element is read and written once."""
+"""One program norms a few rows and holds all their columns in registers: each element is read and written once."""
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

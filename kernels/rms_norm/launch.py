@@ -45,14 +45,17 @@ def rms_norm(
 
 
 def in_rows(name: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor as [groups, rows, N], without a copy. Raises ValueError if that is impossible."""
+    """Returns the tensor as [groups, rows, N], without a copy.
+
+    Raises ValueError if that needs a copy, or if the elements of a row are not contiguous.
+    """
     shape = (1, 1, *tensor.shape)
     try:
         shaped = tensor.view(math.prod(shape[:-2]), *shape[-2:])
     except RuntimeError:
         shaped = None
     if shaped is None or shaped.stride(2) != 1:
-        raise ValueError(f"{name}: expected rows at even distances, got strides {tensor.stride()}")
+        raise ValueError(f"{name}: expected rows at even distances, elements contiguous, got strides {tensor.stride()}")
     return shaped
 
 
@@ -89,7 +92,7 @@ def norm_with_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | N
         WIDTH=width,
         TILE_ROWS=tile_rows,
         HAS_RESIDUAL=residual is not None,
-        # Two loads of 16 bytes per thread.
+        # With elements of 16 bits: two loads of 16 bytes per thread.
         num_warps=max(2, min(16, tile_rows * width // 512)),
         enable_fp_fusion=True,
     )

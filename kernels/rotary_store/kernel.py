@@ -1,4 +1,4 @@
-"""One program per row and KV head: rotates the query heads that share it and its key, stores key and value."""
+"""One program per row and KV head: rotates its key and the query heads that share it, and stores key and value."""
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -11,7 +11,7 @@ from kernels.device_functions import quantized
 
 @triton.jit
 def _rotated(first, second, cos, sin):
-    """first * cos + second * sin, each product rounded as it is where operations are not fused."""
+    """first * cos + second * sin, each product rounded to the dtype of `first`, as torch rounds it."""
     dtype = first.dtype
     straight = (first.to(tl.float32) * cos).to(dtype)
     across = (second.to(tl.float32) * sin).to(dtype)

@@ -23,12 +23,12 @@ def rotary_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotate query in place; store rotated key and value at their slots. The tensors key and value are not changed.
+    """Rotate query in place; store the rotated key and the value at their slots, and leave both tensors unchanged.
 
     query: [T, Hq, D] and key, value: [T, Hkv, D], of one dtype, the caches' unless these are quantized; a head's
         elements side by side, tokens and heads at any distance, as in one merged product.
-    cos, sin: [P, D] by position, both halves of a row the same; they are rounded to the dtype of query, and so is each
-        product, as transformers' llama does with its halves split ("rotate_half").
+    cos, sin: [P, D] by position, both halves of a row the same. Like each product, they are rounded to the dtype of
+        query. Elements j and j + D / 2 are a pair, as in "rotate_half" of transformers' llama.
     positions: [T] int64, at most P - 1, by which tokens are rotated.
     slot_mapping: [T] int64, as in store_kv; -1 skips the token, including its query.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
@@ -136,6 +136,6 @@ def rotate_with_triton(
         QUANTIZED=k_scale is not None,
         # At most sixteen elements of each half per thread.
         num_warps=max(1, min(8, group_padded * half_padded // 512)),
-        # Products and sums stay apart: fused ones would round differently.
+        # Without fused multiply-adds, which would round differently.
         enable_fp_fusion=False,
     )

@@ -1,4 +1,4 @@
-"""One program per layer, head and few slots: rotates the keys of these slots where they are."""
+"""One program per layer, head and few slots: rotates the keys of these slots in place."""
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.device_functions import quantized
 
 
-# How many there are changes from call to call; variants for 1 or multiples of 16 would gain nothing.
+# The number of slots changes from call to call; variants for 1 or multiples of 16 would gain nothing.
 @triton.jit(do_not_specialize=["count", "slot_layer_stride", "slot_head_stride"])
 def rotate_keys_kernel(
     k_cache_ptr,

@@ -10,15 +10,15 @@ from kernels.slots import as_rows, check_slots, row_numbers
 
 
 def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
-    """Turn each named key back by its delta, in place: a key of position p becomes one of p - delta.
+    """Rotate the key of each slot back by its delta, in place: from position p to position p - delta.
 
-    k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; halves of a head are pairs, as in rotary_store.
-        Quantized keys need no scales, which a rotation does not change if those of a pair are equal.
-    slots: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; with a 1 all layers or heads alike. Of one
-        layer and head no slot is named twice.
+    k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; elements j and j + D / 2 of a head are a pair. Quantized keys
+        are rotated without their scales, so both elements of a pair must have the same scale.
+    slots: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; 1 if all layers or heads have the same slots.
+        No slot occurs twice in one layer and head.
     deltas: like slots, in positions. With a delta of 0, the key keeps its bytes.
     frequencies: [D / 2] float32, radians per position of the model's plain rotary embedding.
-    Angles and products are float32, rounded once to the cache's dtype; keys of 8 bits stay within its range.
+    Angles and products are float32, rounded once to the cache's dtype; keys of 8 bits are clamped to its range.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
     """
     check_shape("k_cache", k_cache, [None] * 5, "[L, N, B, Hkv, D]")
@@ -97,6 +97,6 @@ def rotate_with_triton(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequenci
         HALF_PADDED=padded,
         SLOTS=at_once,
         QUANTIZED=k_cache.dtype in LARGEST,
-        # Products and sums stay apart: fused ones would round differently.
+        # Without fused multiply-adds, which would round differently.
         enable_fp_fusion=False,
     )

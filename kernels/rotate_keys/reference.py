@@ -10,7 +10,7 @@ def turn_back(keys: Tensor, angles: Tensor) -> Tensor:
     """keys [..., H, D] turned back by angles [..., 1, D / 2] in float32, rounded once to the dtype of keys.
 
     Element j and element j + D / 2 are a pair (Su et al. 2021, "RoFormer", section 3.4.2, with the halves split).
-    Quantized keys keep their scales, which a rotation does not change if those of a pair are equal.
+    Quantized keys are rotated without their scales, so both elements of a pair must have the same scale.
     """
     first, second = keys.float().chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()

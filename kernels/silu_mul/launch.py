@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.checks import check_shape
 from kernels.silu_mul import reference
 
-# Columns of a program: two loads of 16 bytes per thread and half.
+# Columns of a program. With elements of 16 bits, a thread loads 16 bytes of each half.
 TILE = 1024
 
 

@@ -38,7 +38,7 @@ def store_kv(
 
 
 def check_slots(slot_mapping: Tensor, tokens: int, cache: Tensor) -> None:
-    """Raises ValueError unless slot_mapping is [T] int64 beside the cache."""
+    """Raises ValueError unless slot_mapping is [T] int64, on the device of the cache."""
     check_shape("slot_mapping", slot_mapping, [tokens], "[T]")
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("slot_mapping", slot_mapping, "k_cache", cache)
@@ -101,6 +101,6 @@ def store_with_triton(
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(heads * head_dim),
         QUANTIZED=k_scale is not None,
-        # Products and sums stay apart: fused ones would round differently.
+        # Without fused multiply-adds, which would round differently.
         enable_fp_fusion=False,
     )

@@ -145,7 +145,7 @@ async def serve(
             name="console",
             security=security,
             setting=variable(ConsoleSettings, "address"),
-            # Other machines may connect, too: only browsers do, not programs that would need a name.
+            # Also if other machines may connect: their browsers can use an IP address instead of a name.
             own_names=settings.serves_anybody,
         )
         with monitor:

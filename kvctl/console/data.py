@@ -25,7 +25,7 @@ EVENT_SECONDS = 0.2
 GHOST_SECONDS = 3600
 # Enough digits of a key to distinguish the blocks of a pool.
 _KEY_BYTES = 8
-# No event has this number: the cache manager answers with its newest events.
+# No event has this number: the cache manager refuses it, and names its oldest and newest events.
 _NO_EVENT = (1 << 64) - 1
 
 
@@ -84,7 +84,7 @@ class Cache:
         return {"rows": rows, "next": page.next_page_token}
 
     async def leases(self, query: Query, options: Options) -> Json:
-        """A page of leases; leases that differ only in their block are one, with the tier and slot of each block."""
+        """A page of leases. Leases that differ only in the block form one entry, with tier and slot of each block."""
         request = pb.ListLeasesRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))
         page = await self._admin.ListLeases(request, **options)
         groups: dict[tuple[object, ...], Json] = {}

@@ -18,7 +18,10 @@ from protos.rpc.security import Security
 
 
 class Fleet:
-    """Use it in an async with statement. Each call carries the viewer's token, never the token of this process."""
+    """The cache managers and the router of the page. Use it in an async with statement.
+
+    Each call carries the viewer's token, never the token of this process.
+    """
 
     def __init__(self, shards: Sequence[str], router: str, security: Security) -> None:
         """shards: addresses for operators; none if the router knows them. router: empty for none.
@@ -44,7 +47,7 @@ class Fleet:
             await channel.close()
 
     async def read(self, _query: Query, options: Options) -> Json:
-        """The shards by address and, with a router, its engines. Raises AioRpcError."""
+        """The shards by address and, with a router, its engines. Raises AioRpcError, InvalidField."""
         if self._router is None:
             return {"shards": list(self._named)}
         try:

@@ -57,9 +57,10 @@ def as_yaml(data: Data) -> str:
 
 
 def plain(data: Data) -> Any:
-    """Messages as protobuf's JSON, with the names that the .proto files give and numbers that are 0 written out.
+    """Messages as protobuf's JSON, with the field names of the .proto files.
 
-    Bytes, such as keys of blocks, are hexadecimal as in tables.
+    Fields that are not optional are written out even if they are 0 or empty. Bytes, such as keys of blocks, are
+    hexadecimal as in tables.
     """
     match data:
         case Message():

@@ -166,7 +166,7 @@ def _pools(before: ShardReading, now: ShardReading, elapsed: float, address: str
 
 
 def _lost(tier: pb.TierStats) -> int:
-    """Blocks that were evicted without being offloaded."""
+    """Blocks that the tier has dropped: by eviction without an offload, or because the pool became smaller."""
     causes = (pb.REMOVAL_CAUSE_EVICTED, pb.REMOVAL_CAUSE_POOL_SHRUNK)
     return sum(one.num_blocks for one in tier.removed if one.cause in causes)
 

@@ -44,7 +44,7 @@ class ShardReading:
 class Reading:
     """The services' answers at one time. trouble: services that did not answer, in words.
 
-    routed: through a router. engines: the router's list; None if the router did not answer.
+    routed: through a router. engines: the router's list; None without a router, or if the router did not answer.
     """
 
     at: float
@@ -54,7 +54,7 @@ class Reading:
     loads: generation_pb2.GetLoadsResponse | None = None
     engines: generation_pb2.ListEnginesResponse | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    # By process: when it started, in seconds of the epoch.
+    # The start of each process, in seconds since the epoch.
     started: Mapping[str, float] = field(default_factory=dict)
     trouble: tuple[str, ...] = ()
 
@@ -120,7 +120,7 @@ def read_shard(shard: Shard) -> ShardReading:
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float | None]:
-    """Rates between two readings, and mean times; None if nothing happened, or nothing is known."""
+    """Rates and mean times between two readings; None without the metric, and for the mean of no events."""
     elapsed = now.at - before.at
 
     def grown(name: str) -> float | None:

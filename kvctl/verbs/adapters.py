@@ -16,7 +16,10 @@ app = typer.Typer(help="List, load and unload LoRA adapters.")
 
 Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.")]
 Engine = Annotated[
-    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; else the scheduler.")
+    str,
+    typer.Option(
+        help="Its address, name or executor, as `kvctl engines` lists it; needed with a router, else the scheduler."
+    ),
 ]
 
 ADAPTERS: Sequence[Column[pb.ServedAdapter]] = (

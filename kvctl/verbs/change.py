@@ -74,7 +74,7 @@ def _pinned(answer: pb.PinPrefixResponse, rest: int, *, dry_run: bool) -> str:
         lines[0] += f": {receipt.reason}"
     lines += [f"left out: the last {number(rest, 'token')} of the prompt, which fill no block"] if rest else []
     lines += [f"name {name}" for name in answer.hold_names]
-    lines += [f"degraded for it: {name}" for name in answer.degraded_hold_names]
+    lines += [f"degraded to a lease: {name}" for name in answer.degraded_hold_names]
     return "\n".join(lines)
 
 
@@ -85,7 +85,7 @@ def unpin(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """End a pin or a hold. Afterwards its blocks are free."""
+    """End a pin or a hold. Its blocks become free, unless a sequence or another hold uses them."""
     found = session.ask(
         lambda shard: named("hold", name, ((hold.name, hold) for hold in shard.holds().holds))
     ).leave_out_missing()
@@ -119,7 +119,10 @@ def retain(
     session_id: Annotated[str | None, typer.Option("--session", help="For this session; by default for you.")] = None,
     cachemgr: CachemgrAddress = CACHEMGR,
 ) -> None:
-    """Request retention of a prompt's cached blocks, in place of an earlier one. Exits with 4 if no block is cached."""
+    """Request retention of a prompt's cached blocks, in place of an earlier request of the same session or user.
+
+    Exits with 4 if the request is rejected, or no block is cached.
+    """
     prefix = required(prompt.prefix(session, salt, adapter, executor))
     action = common.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
     action.payload.update({"priority": priority})
@@ -229,7 +232,7 @@ def forget(
         executor=executor,
     )
     if not dry_run and not all(answer.store_updated for answer in found.by_shard.values()):
-        typer.echo("warning: Redis has not dropped them yet; it does when it is back", err=True)
+        typer.echo("warning: Redis is down and still has the blocks; they are removed when Redis is up again", err=True)
     done = "would forget" if dry_run else "forgot"
     session.show_all(found, lambda _wide: found.lines(lambda answer: f"{done} {_forgotten(answer)}"))
 
@@ -239,5 +242,5 @@ def _forgotten(answer: pb.ForgetBlocksResponse) -> str:
     if answer.used_blocks:
         text += f"; {answer.used_blocks} in use, overwritten when they are freed"
     if answer.shared_blocks:
-        text += f"; {answer.shared_blocks} stay, for others use them or their descendants"
+        text += f"; {answer.shared_blocks} stay: other sessions use these blocks or their descendants"
     return text

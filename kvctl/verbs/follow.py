@@ -58,7 +58,7 @@ def watch(
 def _together(
     shards: Sequence[Shard], request: pb.WatchEventsRequest, seconds: float | None
 ) -> Iterator[tuple[str, pb.WatchEventsResponse]]:
-    """Batches of all shards as they come, with the shard's address. The first error ends it with CommandError."""
+    """Yields batches of all shards as they arrive, with the shard's address. Raises CommandError at the first error."""
 
     def batches(shard: Shard) -> Iterator[pb.WatchEventsResponse]:
         return shard.events.messages(shard.events.stub.WatchEvents, request, seconds, ends=True)

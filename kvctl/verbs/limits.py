@@ -123,7 +123,7 @@ def _caller(own: Security, token_file: Path | None) -> Security:
 
 
 def _cached_blocks(session: Session) -> int:
-    """Blocks that a load may evict, over all tiers. Raises CommandError without a pool."""
+    """Blocks that a load may evict, over all tiers. Raises CommandError without a pool, or for a tenant's token."""
     pools = session.shard.pools()
     if not pools:
         raise CommandError("no executor is registered", Status.REFUSED)
@@ -163,7 +163,7 @@ class _Task:
     target: Path
 
     def run(self) -> None:
-        """Searches, shows and writes. Raises CommandError."""
+        """Searches, writes the file and shows the result. Raises CommandError; typer.BadParameter for the file."""
         address = f"{self.session.scheduler.address} or {self.session.shard.address}"
         try:
             # Appends, so that a file that was made in the meantime is not overwritten.

@@ -23,9 +23,10 @@ def set_pool(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Set how many device blocks a pool may use. Asks before cached blocks leave the device.
+    """Set how many device blocks a pool may use. Asks before cached blocks leave the device or pins become leases.
 
-    Only free blocks move, empty ones first. Cached blocks are offloaded to a lower tier, or dropped without room there.
+    Only free blocks move, empty blocks first. Cached blocks are offloaded to a lower tier, or dropped if the tier has
+    no room.
     """
     tried: dict[str, _Resized] = {}
 
@@ -50,7 +51,7 @@ def set_pool(
         done, took = ("would set", "would take") if dry_run else ("set", "took")
         lines = [f"{done} pool {name} from {one.before.total_blocks} to {blocks} blocks"]
         lines += [f"{took} {left}"] if (left := _left(one.answer)) else []
-        return "\n".join([*lines, *(f"degraded for it: {pin}" for pin in one.answer.degraded_hold_names)])
+        return "\n".join([*lines, *(f"degraded to a lease: {pin}" for pin in one.answer.degraded_hold_names)])
 
     found = ask_confirmed(session, resize, question, dry_run=dry_run, yes=yes, pool=name)
     session.show_all(found, lambda _wide: found.lines(said), lambda one: one.answer)

@@ -30,10 +30,24 @@ def set_quota(
     session: Session,
     tenant: TenantAccount = None,
     salt: SaltAccount = None,
-    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks below which others never evict it.")] = 0,
-    device_ceiling: Annotated[int | None, typer.Option(min=0, help="The most device blocks that it may have.")] = None,
-    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks below which others never evict it.")] = 0,
-    host_ceiling: Annotated[int | None, typer.Option(min=0, help="The most host blocks that it may have.")] = None,
+    device_floor: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of device blocks below which other accounts never evict blocks of this account."
+        ),
+    ] = 0,
+    device_ceiling: Annotated[
+        int | None, typer.Option(min=0, help="The most device blocks that the account may have.")
+    ] = None,
+    host_floor: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of host blocks below which other accounts never evict blocks of this account."
+        ),
+    ] = 0,
+    host_ceiling: Annotated[
+        int | None, typer.Option(min=0, help="The most host blocks that the account may have.")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Set a quota; it replaces an earlier quota of the same account."""

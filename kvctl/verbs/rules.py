@@ -92,9 +92,9 @@ def set_rule(
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Make a rule, or replace the rule with this name; prompt options give the beginning of its prompts.
+    """Make a rule, or replace the rule with this name; prompt options give the prefix of prompts that it matches.
 
-    Asks before it replaces a rule, and before it makes a rule that all requests meet.
+    Asks before it replaces a rule, and before it makes a rule that matches all requests.
     """
     match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
     match.prefix_token_ids.extend(prompt.token_ids(session) or [])
@@ -140,7 +140,7 @@ def _rule_in(data: Any, file: Path, name: str, shard: str, several: bool) -> pb.
         raise typer.BadParameter(f"{file}: has the rule {rule.name!r}", param_hint="--rule-file")
     rule.name = name
     if several and rule.etag and not is_own:
-        raise typer.BadParameter(f"{file}: an etag is that of one shard: remove it", param_hint="--rule-file")
+        raise typer.BadParameter(f"{file}: an etag belongs to a single shard: remove it", param_hint="--rule-file")
     return rule
 
 
@@ -192,7 +192,7 @@ def _question(made: _Change) -> str:
     if made.earlier is not None:
         return f"Change rule {made.rule.name} from {_said(made.earlier)} to {_said(made.rule)}?"
     if _is_for_all(made.rule.match):
-        return f"Make rule {made.rule.name}, which all requests meet: {_said(made.rule)}?"
+        return f"Make rule {made.rule.name}, which matches all requests: {_said(made.rule)}?"
     return ""
 
 
@@ -210,7 +210,7 @@ def _said(rule: pb.RetentionRule) -> str:
 
 
 def _is_for_all(match: pb.RuleMatch) -> bool:
-    """Whether every request meets the rule; start and end only select blocks of each request."""
+    """Whether the rule matches every request; start and end only select blocks of each request."""
     named = ("salt", "tenant_id", "adapter_id")
     return not match.prefix_token_ids and not any(match.HasField(name) for name in named)
 

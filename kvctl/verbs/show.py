@@ -39,8 +39,8 @@ CachemgrAddress = Annotated[
     typer.Option(
         "--cachemgr",
         envvar="KVKEEP_CACHEMGR_ADDRESS",
-        help="Addresses of the cache managers' data planes, with commas between them, in the order of --server; for "
-        "the router's engines they are known.",
+        help="Addresses of the cache managers' data planes, with commas between them, in the order of --server; not "
+        "needed for cache managers that a router names.",
     ),
 ]
 ExecutorAddress = Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_ADDRESS", help="Where the executor serves.")]
@@ -57,10 +57,11 @@ _VERSIONS = _columns("name", "address", "version")
 
 @verb(app, "ping", "kvctl ping", lists=True)
 def ping(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: ExecutorAddress = EXECUTOR) -> None:
-    """Ask every service whether it serves. Exits with 3 when one cannot be reached, with 1 when one does not serve.
+    """Ask every service whether it serves.
 
-    With a router these are the router, the schedulers of its engines, their executors as far as they can be reached
-    from this machine, and the cache managers.
+    Exits with 3 if a service cannot be reached, with 1 if a service does not serve. With a router these are the router,
+    the schedulers of its engines, their executors as far as they can be reached from this machine, and the cache
+    managers.
     """
     places = _services(session, cachemgr, executor)
     found = [_asked(session, *place) for place in places]
@@ -73,7 +74,7 @@ def ping(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: Execu
 
 @verb(app, "version", "kvctl version")
 def version(session: Session, cachemgr: CachemgrAddress = CACHEMGR, executor: ExecutorAddress = EXECUTOR) -> None:
-    """Show the versions of kvctl and of every service. Exits with 3 when one cannot be reached."""
+    """Show the versions of kvctl and of every service. Exits with 3 if a service cannot be reached."""
     services = [_asked(session, *place) for place in _services(session, cachemgr, executor)]
     own = {"name": "kvctl", "address": "", "version": own_version()}
     found = [own, *({name: item[name] for name in own} for item in services)]
@@ -183,7 +184,9 @@ def blocks(
     pool: Pool = "",
     selected: Selection,
     prompt: Prompt,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Show the tokens of each block (wide, JSON).")] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Show the tokens of each block (wide, JSON, YAML).")
+    ] = False,
     limit: Limit = 0,
 ) -> None:
     """List blocks in use or cached. With any filter, only blocks in the index are listed."""

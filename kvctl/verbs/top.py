@@ -64,7 +64,7 @@ def top(
 
 
 def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Reading:
-    """The next reading; the last reading if no service answers."""
+    """The next reading. If no cache manager answers, only the shards of `before` remain, with the error as trouble."""
     try:
         return read(session, metrics)
     except CommandError as error:

@@ -40,4 +40,6 @@ def _update(session: Session, request: pb.UpdateWeightsRequest, engine: str) -> 
     operation = session.operation(engine_address(session, engine))
     answer = operation.call(operation.stub.UpdateWeights, request, at_least=LOAD_SECONDS)
     weights = f"the weights {request.weight_version or 'of the start'}"
-    session.show(answer, lambda _wide: f"computing with {weights}; {answer.other_blocks} blocks of others stay")
+    session.show(
+        answer, lambda _wide: f"computing with {weights}; {answer.other_blocks} cached blocks of other weights stay"
+    )

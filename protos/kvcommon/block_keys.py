@@ -25,7 +25,7 @@ DIGEST_BYTES = 32
 
 _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
-# Every child key begins like this; a copy takes a sixth less time than beginning anew.
+# The hash of every child key begins like this; a copy of the begun hash takes a sixth less time.
 _begin_child = sha256(_CHILD).copy
 
 

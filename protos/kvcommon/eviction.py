@@ -73,7 +73,7 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
 # The period of a window that evicts while the prompt is computed, where a step computes no more tokens than a period.
 # Also of a window with compacted positions, where each eviction rotates the kept keys and rounds them once more.
 _LONG_PERIOD = 64
-# How many queries at a prompt's end decide the length of an adaptive window.
+# How many queries at a prompt's end decide the length of an adaptive window, if the message does not say.
 _WINDOW_ROWS = 16
 _MAX_TOKENS = 1 << 24
 _MAX_STEPS = 1024
@@ -100,7 +100,10 @@ class WindowBounds:
 
 @dataclass(frozen=True)
 class Layout:
-    """The policies that an executor's model supports. windows: one per layer group, None for full attention."""
+    """What decides which policies an executor supports. windows: one per layer group, None for full attention.
+
+    plain_rotary: whether keys can be rotated to other positions.
+    """
 
     block_size: int
     windows: Sequence[int | None]
@@ -109,7 +112,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy with all values set. All numbers except mass are tokens, steps or blocks.
+    """A policy with all values set. All numbers except mass and seed are tokens, steps or blocks.
 
     bounds: of an adaptive window, whose present length gives `recent` and `maximum`; None for other kinds.
     """
@@ -163,10 +166,10 @@ class Policy:
         return bounds is not None and bounds.least <= tokens <= bounds.most and tokens % self.period == 0
 
     def looks(self, kept: int, computed: int, prompt: int) -> bool:
-        """Whether the attention so far decides the length of an adaptive window at its next eviction.
+        """Whether the attention up to a step decides the length that an adaptive window gets at its next eviction.
 
-        This happens half a period earlier, which leaves time to ask for blocks, and after a longer prompt.
-        kept, computed: the lengths after a step.
+        This is half a period before the eviction, which leaves time to ask for blocks. If the prompt is longer, this is
+        the prompt's last step. kept, computed: the lengths after the step.
         """
         look = self._look
         if look is None or computed < prompt:
@@ -183,7 +186,10 @@ class Policy:
         return self.maximum + (self.crush.budget * self.block_size if self.crush else 0)
 
     def effective_tokens(self, total: int) -> int:
-        """The maximum number of tokens that a sequence of this length really keeps after its prompt."""
+        """The maximum number of tokens that a sequence of this length keeps after its prompt.
+
+        For a window, the number right after an eviction: up to a period - 1 more are kept before the next eviction.
+        """
         most = self.most_kept
         if most is None:
             return total
@@ -233,9 +239,10 @@ class Policy:
         return known if first is None else min(known, first)
 
     def reusable(self, known: int, prompt: int) -> int:
-        """How many of the known tokens may come from the cache, since the queries that count must be computed.
+        """How many of the known tokens may come from the cache.
 
-        So must the last token before an eviction, since no sequence evicts in the step in which it joins.
+        The queries whose attention counts must be computed. So must the last token before an eviction, since no
+        sequence evicts in the step in which it joins.
         """
         most = max(0, self.clean_tokens(known, prompt) - 1)
         return most if self.kind in SCORELESS else min(max(0, prompt - self.counted_rows(prompt)), most)
@@ -340,7 +347,7 @@ class _Reader:
                 raise self._invalid(name, f"must be a multiple of the block size, {size}, and not 0")
         if self._maximum <= self._start + self._recent:
             raise self._invalid(
-                "max_cache_tokens", f"must be more than start_tokens and recent_tokens, {self._start + self._recent}"
+                "max_cache_tokens", f"must be more than start_tokens + recent_tokens, {self._start + self._recent}"
             )
 
     def _check_window(self) -> None:
@@ -348,7 +355,7 @@ class _Reader:
             raise self._invalid("recent_tokens", "must not be 0: it is the window")
         if self._maximum != self._start + self._recent:
             kept = self._start + self._recent
-            raise self._invalid("max_cache_tokens", f"must be absent, or start_tokens and recent_tokens, {kept}")
+            raise self._invalid("max_cache_tokens", f"must be absent, or start_tokens + recent_tokens, {kept}")
         if not self._period:
             raise self._invalid("period_tokens", "must be at least 1")
 
@@ -361,9 +368,7 @@ class _Reader:
         longest = self._maximum - self._start
         if longest < self._recent or longest % period:
             least = self._start + self._recent
-            raise self._invalid(
-                "max_cache_tokens", f"must be {least} and any multiple of period_tokens, {period}, or absent"
-            )
+            raise self._invalid("max_cache_tokens", f"must be {least} plus a multiple of {period} (period_tokens)")
 
     def _check_last(self) -> None:
         if self._maximum < MIN_LAST:

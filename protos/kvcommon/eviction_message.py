@@ -7,7 +7,7 @@ from typing import NamedTuple
 from protos.kvcommon.eviction import WITH_SCORE_WINDOW, Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 
-# A policy that does not suit this layout suits no executor, since every number is a multiple of its block size.
+# A policy that does not suit this layout suits no executor, since every number is a multiple of a block size of 1.
 _ANY_LAYOUT = Layout(1, (None,), plain_rotary=True)
 
 

@@ -28,7 +28,8 @@ def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 def place_of_fault(document: Any, is_faulty: Callable[[Any], bool], most: int) -> str:
     """Returns the JSON pointer of the innermost schema with a fault in a faulty document; "#" for the document.
 
-    is_faulty: whether a schema has the fault, called at most `most` times. Each schema has the document's definitions.
+    is_faulty: whether a schema, to which the document's definitions are added, has the fault. After `most` calls of
+    is_faulty, the innermost place found so far is returned.
     """
     place, found = "#", document
     shared = {keyword: document[keyword] for keyword in _SHARED if keyword in document}

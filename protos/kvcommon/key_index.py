@@ -26,7 +26,7 @@ class Position(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A block on one executor. tier: 0 device, 1 host, 2 disk. position: the moment as of which it was written."""
+    """A block on one executor. tier: 0 device, 1 host, 2 disk. position: of the shard when the entry was written."""
 
     tier: int
     position: Position

@@ -19,7 +19,7 @@ WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP a
 
 
 class AddressError(Exception):
-    """A process cannot listen on its address; the message is one line for people."""
+    """A process cannot listen on an address, or may not send a token there; the message is one line for people."""
 
 
 def socket_path(address: str) -> Path | None:
@@ -91,10 +91,9 @@ def is_own_name(host: str) -> bool:
 
 
 def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
-    """Checks that a server may listen here; removes a unix socket that a killed process left behind.
+    """Checks that a server may listen here; makes a unix socket's folder, and removes the socket of a killed process.
 
-    insecure: other machines may reach it without TLS, too.
-
+    insecure: whether other machines may reach the address.
     Raises AddressError, which names the address and, if given, the setting that it came from.
     """
     hint = f" (set by {setting})" if setting else ""

@@ -89,7 +89,10 @@ def _caller(identity: Identity | None) -> dict[str, str]:
 
 
 def _shown(request: Any) -> Any:
-    """Returns a request, which is a message or the query of a path, without prompts."""
+    """Returns a request, which is a message or the query of a path, without prompts.
+
+    Of a long request, only the beginning of its JSON text; "malformed" for anything else.
+    """
     if isinstance(request, Message):
         shown = type(request)()
         shown.CopyFrom(request)

@@ -12,8 +12,8 @@ from protos.rpc.addresses import socket_path
 from protos.rpc.identity import AUTHORIZATION_KEY
 from protos.rpc.security import PLAIN, Security
 
-# An idle connection is pinged after the first time, and given up if the ping is not answered within the second: a
-# stopped process or a lost machine closes no connection.
+# A connection with calls but without data for KEEPALIVE_SECONDS is pinged, and closed if the answer takes longer than
+# KEEPALIVE_TIMEOUT_SECONDS. A stopped process or a lost machine closes no connection itself.
 KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 20, 5
 
 # Kinds of calls, as stubs request them from a channel.

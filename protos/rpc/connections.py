@@ -45,7 +45,7 @@ class Peer(NamedTuple):
 
 
 class _File(NamedTuple):
-    """An open file. inode: distinguishes it from a later file with its number. peer: None if it is no connection."""
+    """An open file. inode: differs from that of a later file with the same number. peer: None if no connection."""
 
     inode: int
     peer: Peer | None
@@ -104,7 +104,10 @@ class Connections:
             await asyncio.sleep(max(pause, (now - begun) / _SHARE))
 
     async def _make_room(self, port: int) -> bool:
-        """Closes connections down to three quarters of the limit, or to a quarter without a call. Whether too many."""
+        """If there are too many connections, closes some without a call; returns whether there were too many.
+
+        Leaves three quarters of the limit, or more if fewer than a quarter of the limit would be left without a call.
+        """
         await asyncio.to_thread(self._find, port)
         found = [(number, file) for number, file in self._files.items() if file.peer is not None]
         if len(found) <= self._most:
@@ -117,7 +120,7 @@ class Connections:
         victims, closed = idle[:wanted], 0
         for begin in range(0, len(victims), _AT_ONCE):
             for number, file in victims[begin : begin + _AT_ONCE]:
-                # Calls may have begun meanwhile.
+                # Calls may have begun since the connections were counted.
                 closed += file.peer not in self._calls and _close(number, file)
             await asyncio.sleep(0)
         self._count(closed)
@@ -157,7 +160,10 @@ def _open_files() -> Iterable[int]:
 
 
 def _count_files() -> int:
-    """The minimum number of open files. Since 6.2, Linux reports it at once."""
+    """The number of open files; perhaps more if no file can be opened, and 0 if the system does not list files.
+
+    Linux reports the number at once from 6.2 on.
+    """
     return (_OPEN_FILES.stat().st_size if _OPEN_FILES.exists() else 0) or len(list(_open_files()))
 
 

@@ -123,7 +123,7 @@ def to_status(error: ServiceError) -> Any:
 
 
 class RemoteError(Exception):
-    """The error that a server answered. `reason` is empty if the server is not from this project."""
+    """The error of a failed call. `reason` is empty if gRPC itself failed, or for a server of another project."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -139,7 +139,10 @@ class RemoteError(Exception):
 
 
 class PassedOnError(ServiceError):
-    """Passes another server's error on to a caller of this server, with the original code and reason."""
+    """Passes another server's error on to a caller of this server, with the original code and reason.
+
+    An error without a reason gets the reason UNEXPECTED.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "PASSED_ON"

@@ -70,10 +70,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name in the protocol
-        """Streams the status of one service and every change."""
+        """Streams the status of one service and its changes; a watcher that reads late gets only the newest status."""
         last = None
         while True:
-            # Both are read before the status is sent, so that a change meanwhile is seen in the next turn.
+            # Both are read before the status is sent, so that the next iteration sees a change during the sending.
             changed, closed = self._changed, self._closed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
             if status != last:

@@ -20,7 +20,8 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_HEADERS = 256
 # The limit on requests of one connection that wait while an earlier request is answered.
 MAX_QUEUED = 16
-# The limit for one server, which also takes at most one in SHARE_OF_FILES of the files that the process may open.
+# The limit on connections of one server. The limit is also at most 1 / SHARE_OF_FILES of the files that the process may
+# open.
 MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
 # The key in the scope that says whether the caller has shown a certificate.
@@ -75,7 +76,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._all = cast(Connections, self.server_state)
         self._deadline: asyncio.TimerHandle | None = None
-        # Bytes since the parser last completed a header, a trailer or a chunk's extension.
+        # Bytes since the parser last completed a request's headers, a piece of its body, or the request: a bound on
+        # unfinished headers, trailers and extensions of chunks.
         self._unparsed = 0
         self._header_bytes = 0
         self._refusal: tuple[int, str, str] | None = None
@@ -117,7 +119,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_QUEUED:
             said = f"a connection may have {MAX_QUEUED} requests waiting for their turn"
             raise self._refused("too_many_requests", 429, said)
-        # It waits for the body, and may be closed to make room. The application limits the time of a body.
+        # The connection waits for the body, and may be closed to make room. The application limits the time of a body.
         self._stop_timer()
         super().on_headers_complete()
 

@@ -18,7 +18,7 @@ from protos.rpc.http_connection import CERTIFIED, REQUEST_SECONDS, SOCKET_OPTION
 from protos.rpc.security import PLAIN, Security
 from protos.rpc.startup import raise_file_limit
 
-# The time limit for answers that are being sent.
+# The time limit for answers that are still being sent when a server stops.
 STOP_SECONDS = 5
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ def _bound(address: str, setting: str, *, shared: bool = False) -> socket.socket
 
 
 class _OwnNames:
-    """Refuses requests for a host other than this host."""
+    """Refuses requests whose Host header is neither localhost nor an IP address."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -136,8 +136,8 @@ class HttpServer:
     ) -> None:
         """name: in the log and in metrics. setting: the variable that chose the address, for error messages.
 
-        own_names: whether to answer only requests to localhost or an IP address. For a browser, a page of another site
-        whose name leads here has the same origin, and has neither a certificate nor a token.
+        own_names: whether to answer only requests to localhost or an IP address. This stops DNS rebinding: if the name
+        of another site resolves to this machine, a browser lets that site's pages read the answers.
         open_paths: paths that need no certificate if all other paths do. With TLS, a renewed certificate is only shown
         after a restart.
         """

@@ -70,7 +70,8 @@ class Identity:
     def bound_salt(self, salt: str | None, field: str = "cache.salt") -> str | None:
         """The salt that the cache gets instead of the given salt; without a tenant, it is the same.
 
-        Raises InvalidField if it is too long, and PermissionDeniedError if the token does not have it.
+        For None, the token's first salt, else the tenant's name, else None. Raises InvalidField if the salt is empty or
+        too long, and PermissionDeniedError if the token does not have it.
         """
         if self.salts:
             salt = self.salts[0] if salt is None else salt
@@ -103,7 +104,7 @@ _current: ContextVar[Identity | None] = ContextVar("identity", default=None)
 
 
 def current() -> Identity | None:
-    """The identity of the call being served; None if no tokens are needed."""
+    """The identity of the call being served; None if the call needs no token."""
     return _current.get()
 
 

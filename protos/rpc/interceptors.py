@@ -90,7 +90,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Returns the wrapped handler; None, as gRPC itself does, for a method that does not exist."""
+        """Returns the wrapped handler, or a handler that refuses the call; None for a method that does not exist."""
         method = handler_call_details.method.lstrip("/")
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
@@ -218,7 +218,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return refused
 
     def _cancel_if_revoked(self, context: Any) -> Callable[[], AbstractContextManager[None]]:
-        """Ends a call whose token is revoked."""
+        """Returns a function whose context managers raise UnauthenticatedError once the call's token is revoked."""
         authorization = header(context.invocation_metadata() or ())
         return functools.partial(self._guard.cancel_if_revoked, authorization, current())
 

@@ -30,7 +30,7 @@ def start(
 
     Call it on the loop of the process, where `is_serving` is asked, so that a hanging loop is detected. With TLS, a
     renewed certificate is only shown after a restart; if callers need a certificate, /health and /live need none.
-    Without TLS, on loopback, requests for a host other than this host are refused.
+    Without TLS, on loopback, requests are refused if their Host header is neither localhost nor an IP address.
     """
     server = HttpServer(
         _application(is_serving, asyncio.get_running_loop(), registry),

@@ -35,7 +35,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
     "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER, Role.ROUTER, Role.SCHEDULER})),),
 }
 
-# Only for operators of all tenants. CacheAdminService has separate rules, per method, for operators of one tenant.
+# Only for tokens without a tenant. CacheAdminService has separate rules, per method, for operators of one tenant.
 _WHOLE = (
     "generation.v1.SchedulerAdminService/",
     "generation.v1.EngineService/",

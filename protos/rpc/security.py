@@ -15,7 +15,7 @@ from protos.rpc.tokens import Tokens
 
 @dataclass(frozen=True)
 class Security:
-    """The settings of the same names; see their descriptions there."""
+    """The settings of the same names in `ProcessSettings`, which describes them."""
 
     insecure: bool = False
     tls_cert_file: Path | None = None
@@ -138,12 +138,12 @@ class Security:
         return None
 
     def check_target(self, address: str) -> None:
-        """Raises AddressError if this process's token would travel in the clear to another machine."""
+        """Raises AddressError if this process's token would reach another machine without TLS, unless `insecure`."""
         if self.token_file is not None:
             self.check_private(address)
 
     def check_private(self, address: str) -> None:
-        """Raises AddressError if a token would travel in the clear to another machine."""
+        """Raises AddressError if a token would reach another machine without TLS, unless `insecure`."""
         if self.tls_ca_file is None and not self.insecure and not is_loopback(address):
             raise AddressError(
                 f"{address} would get a token without TLS: give KVKEEP_TLS_CA_FILE, or allow it with KVKEEP_INSECURE=1"

@@ -51,7 +51,7 @@ class _Listener:
 class StopSignals:
     """Catches SIGTERM and SIGINT to this process, from its construction on, on its loop.
 
-    Make one before a server starts, since a process that is told to stop once callers can reach it must drain.
+    Construct this before a server starts: a process that is told to stop once callers can reach it must drain.
     """
 
     def __init__(self) -> None:

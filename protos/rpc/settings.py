@@ -1,7 +1,8 @@
 """Settings: one frozen object per process, read once from the environment.
 
 Shared settings are variables KVKEEP_<NAME>; a process's own settings are KVKEEP_<PROCESS>_<NAME>, which also override
-a shared setting for one process. A variable that no process knows is an error, so that a typo never passes silently.
+a shared setting for one process. An unknown variable is an error, so that a typo never passes silently. Variables that
+begin with the name of another process are left to that process.
 """
 
 import difflib
@@ -20,7 +21,7 @@ from protos.rpc.security import Security
 
 PREFIX = "KVKEEP_"
 PROCESSES = ("scheduler", "cachemgr", "executor", "console", "router")
-# Default metrics addresses in a stack for people; a process alone serves no metrics by default.
+# Default metrics addresses under `make run-stack`; a process that is started alone serves no metrics by default.
 STACK_METRICS = {
     "scheduler": "127.0.0.1:9101",
     "cachemgr": "127.0.0.1:9102",
@@ -44,7 +45,7 @@ MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
-# The minimum similarity, of 1, of a name that is suggested.
+# The minimum similarity, from 0 to 1, of a name that is suggested.
 _CLOSE = 0.65
 
 _CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
@@ -79,7 +80,7 @@ def _validate_redis_url(url: str) -> str:
         _ = urlsplit(plain).port
     except ValueError as error:
         # The library's message quotes the password if it contains a slash.
-        raise ValueError("has a port that is no number; write characters like / ? # in a password as %2F") from error
+        raise ValueError("has a port that is no number; write / ? # in a password as %2F %3F %23") from error
     return url
 
 
@@ -98,7 +99,9 @@ class ProcessSettings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     insecure: bool = Field(
-        False, description="Allow addresses that other machines can reach, and Redis on one, without TLS."
+        False,
+        description="Allow without TLS: addresses that other machines can reach, Redis on another machine, and tokens "
+        "sent to another machine.",
     )
     scheduler_address: Address = Field("127.0.0.1:50051", description="Where the scheduler serves generation.")
     cachemgr_address: Address = Field("127.0.0.1:50052", description="Where the cache manager serves its data plane.")
@@ -108,30 +111,32 @@ class ProcessSettings(BaseSettings):
     executor_address: Address = Field("127.0.0.1:50053", description="Where the executor serves.")
     redis_url: Annotated[str, AfterValidator(_validate_redis_url)] = Field(
         "",
-        description="Redis that keeps a copy of the index; empty keeps none. `make run-stack` starts a server then. "
-        "Routers find the index by key there.",
+        description="Redis that keeps a copy of the index and has the index by key for routers. Empty: no copy, but "
+        "`make run-stack` starts a Redis server.",
         repr=False,
     )
     state_dir: Path = Field(
-        default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(), description="Folder for state that stays."
+        default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(),
+        description="Folder for state that outlives restarts.",
     )
     tls_cert_file: OptionalFile = Field(
-        None, description="PEM certificate of this process and those behind it; empty serves without TLS."
+        None, description="PEM certificate chain of this process; empty serves without TLS."
     )
-    tls_key_file: OptionalFile = Field(None, description="Its key, which others may not read.")
+    tls_key_file: OptionalFile = Field(None, description="Key of the certificate; other users may not read the file.")
     tls_ca_file: OptionalFile = Field(
         None, description="PEM certificates of the authorities of servers; empty calls without TLS."
     )
     tls_client_ca_file: OptionalFile = Field(
-        None, description="PEM certificates of the authorities of callers; given, every caller needs a certificate."
+        None, description="PEM certificates of the authorities of callers; if set, every caller needs a certificate."
     )
 
     token_file: OptionalFile = Field(
-        None, description="File with the token that this process shows to others, which others may not read."
+        None, description="File with the token that this process sends in calls; other users may not read the file."
     )
 
     tokens_file: OptionalFile = Field(
-        None, description="Tokens of callers, by `python -m protos.rpc.tokens new`; empty asks for no token."
+        None,
+        description="File with tokens of callers, made by `python -m protos.rpc.tokens new`; empty asks for no token.",
     )
     audit_file: OptionalFile = Field(
         None, description="File for the audit log: operators' calls and refused callers, also in the log."

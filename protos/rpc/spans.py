@@ -10,7 +10,7 @@ Attribute = str | bool | int | float | Sequence[str]
 
 
 class Context:
-    """The request that something belongs to, as its caller named it. Raises ValueError if it is no context."""
+    """A parsed traceparent: the trace and the caller's span. Raises ValueError if the text is no W3C trace context."""
 
     def __init__(self, traceparent: str) -> None:
         found = _CONTEXT.fullmatch(traceparent)

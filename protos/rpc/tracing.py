@@ -35,7 +35,7 @@ def start(process: str, environ: Mapping[str, str]) -> None:
         return
     protocol = next(filter(None, map(environ.get, _PROTOCOLS)), "grpc")
     if protocol != "grpc":
-        log.warning("no traces: only OTLP over gRPC is spoken", protocol=protocol, hint=f"set {_PROTOCOLS[0]}=grpc")
+        log.warning("no traces: only OTLP over gRPC is supported", protocol=protocol, hint=f"set {_PROTOCOLS[0]}=grpc")
         return
     try:
         from protos.rpc.otlp import OtlpTracer

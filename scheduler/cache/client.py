@@ -36,7 +36,7 @@ from scheduler.sequence import Eviction, Sequence
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 0.1
-# Other events free blocks, too (copies end, other schedulers release blocks): poll while a sequence needs some.
+# Other events free blocks, too (copies end, other schedulers release blocks): poll while a sequence needs blocks.
 POLL_SECONDS = 0.05
 RETRY_REFUSED_SECONDS = 0.25
 # Most admissions in one call, and most tokens in all of them: a few milliseconds of the manager's time.
@@ -48,7 +48,7 @@ MAX_CONTINUATION = 2048
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Reasons that concern all requests: the manager no longer knows this scheduler.
 _FORGOTTEN = ("UNKNOWN_SCHEDULER", "STALE_SCHEDULER", "MANAGER_RESTARTED")
-# The reason that remains after this scheduler registers again with a newer epoch.
+# The reason with which the manager refuses a registration if it knows a newer epoch of the scheduler.
 _REPLACED = "STALE_SCHEDULER"
 _NO_EXECUTOR = "EXECUTOR"
 _LOWEST_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_UNSPECIFIED}
@@ -147,7 +147,10 @@ class CacheClient:
         await self._reported.wait()
 
     async def run(self) -> None:
-        """Serves forever; waits while the manager is away or restarts. Raises SchedulerReplacedError."""
+        """Serves forever; waits while the manager is away or restarts.
+
+        Raises SchedulerReplacedError, and ManagerLostError if the manager refuses a registration for another reason.
+        """
         while True:
             await self._register()
             self.registered.set()
@@ -321,7 +324,7 @@ class CacheClient:
             )
             self._listener.admitted(attempt, admission)
         else:
-            # Its caller has left meanwhile; sequences that share its blocks must see both the admission and the end.
+            # The request has ended during the call. Sequences that share its blocks must see its admission and its end.
             self._commands.put(Cancel(attempt.request.arrival))
 
     async def _fork(self, attempt: AdmissionAttempt) -> pb.AdmitSequenceResponse | None:
@@ -387,7 +390,10 @@ class CacheClient:
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
-        """Repeats an idempotent call until the manager answers. Raises RemoteError, ManagerLostError."""
+        """Repeats an idempotent call until the manager answers.
+
+        Raises RemoteError for admissions and forks, ManagerLostError for other calls, and SchedulerReplacedError.
+        """
         self._asked_at = time.monotonic()
         try:
             return await self._call_until_answered(method, message)

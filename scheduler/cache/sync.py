@@ -42,7 +42,7 @@ def sync_request(
 
 
 def sync_answer(update: CacheUpdate, answer: pb.SyncSequencesResponse, session: int) -> SyncAnswer:
-    """Converts the answer to an update's request. session: with the executor, when the request was sent."""
+    """Converts the answer to an update's request. session: number of the executor session in which it was sent."""
     slots = cut(answer.extended_slots, answer.extended_counts)
     extensions = zip(answer.extended_handles, answer.extended_groups, map(list, slots), strict=True)
     tables = cut(answer.evicting_slots, answer.evicting_counts)

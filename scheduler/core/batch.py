@@ -36,7 +36,7 @@ class RunningBatch:
         # Copies that the next step brings to the executor, and the onloads in flight.
         self.copies = CopyTracker()
         self.missing_blocks = 0
-        # Live sequences in order of rank.
+        # Live sequences, and sequences that leave, in order of rank.
         self.ranked: list[Sequence] = []
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
@@ -44,9 +44,10 @@ class RunningBatch:
         self._evicting: dict[int, tuple[Sequence, Eviction]] = {}
         self._suspects = Suspects()
         self._answered = 0
-        # Tokens whose blocks released sequences leave to other sequences, until the cache manager knows of the release.
+        # By handle of a released sequence: its leading tokens whose blocks other sequences may use, until the cache
+        # manager knows of the release.
         self._released: dict[int, int] = {}
-        # Handles whose preemption or trim is not answered: until it is, no more blocks are reclaimed.
+        # Handles whose preemption, trim or shorter window is not answered: until it is, no more blocks are reclaimed.
         self._pending_reclaims: set[int] = set()
         self._trimmed_last = False
         # Sequences that leave but that a step in flight may still touch.
@@ -64,7 +65,7 @@ class RunningBatch:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that have yet to be computed."""
+        """Tokens of prefills that are in no sent step yet."""
         return sum(sequence.remaining for sequence in self.ranked if sequence.remaining > 1)
 
     def take_updates(self, *, everything: bool = True) -> tuple[RequestUpdates | None, CacheUpdate | None]:
@@ -362,10 +363,11 @@ class RunningBatch:
     def restart_all(
         self, *, executor_lost: bool, in_flight: Iterable[InFlightStep] = (), is_planned: bool = False
     ) -> None:
-        """Restarts every sequence from its token ids.
+        """Restarts every live sequence from its token ids.
 
-        is_planned: the executor's end was planned, so no sequence is to blame. in_flight: steps without an answer. The
-        executor may or may not have received them: the cache manager ignores the cancellation of a confirmed ticket.
+        executor_lost: otherwise, the cache manager has forgotten the sequences. is_planned: the executor's end was
+        planned, so no sequence is to blame. in_flight: steps without an answer. The executor may or may not have
+        received them: the cache manager ignores the cancellation of a confirmed ticket.
         """
         steps = list(in_flight)
         sent = (copy.ticket for step in steps for copy in step.copies)

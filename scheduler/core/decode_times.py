@@ -11,7 +11,7 @@ from statistics import median
 # Sizes of the running batch that are kept, and times kept of each: neither a single slow step (caused by another
 # process, say) nor a size that was not seen for long changes the result.
 _KEPT_SIZES, _KEPT_TIMES = 16, 5
-# Sizes that differ by less than an eighth count as equal.
+# Sizes are rounded down, by less than an eighth.
 _SHARES = 8
 
 

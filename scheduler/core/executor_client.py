@@ -58,10 +58,10 @@ class ExecutorClient:
         adapters: Callable[[], Sequence[Adapter]] = tuple,
         weights: Callable[[], WantedWeights | None] = lambda: None,
     ) -> None:
-        """executor: its description when the scheduler was set up for it and its model.
+        """executor: the description of the executor that the scheduler was set up for.
 
-        adapters: returns the adapters that requests use or may name; called from any thread.
-        weights: returns the weights to compute with, None for whatever the executor has; called from any thread.
+        adapters: returns the adapters that requests use or may name; called on the step loop's thread.
+        weights: returns the weights to compute with, None for the executor's own; called on the step loop's thread.
         commands: gets SessionEnded when a session is over; `receive` says whether it was the open session.
         """
         self._address = address
@@ -85,6 +85,7 @@ class ExecutorClient:
     def open(self) -> None:
         """Requests a session; `receive` waits until it is open. Raises ExecutorLostError, ExecutorChangedError.
 
+        A restarted executor first loads the wanted weights and adapters: this call blocks the step loop until then.
         Only an executor that is serving has announced its pools: blocks admitted earlier would belong to the memory of
         the previous process.
         """
@@ -132,7 +133,10 @@ class ExecutorClient:
         )
 
     def registered(self, manager_epoch: int) -> None:
-        """Notes that blocks now come from this process of the cache manager; no step in flight has earlier blocks."""
+        """Tells the executor that blocks now come from this process of the cache manager.
+
+        No step in flight may have earlier blocks.
+        """
         self._manager_epoch = manager_epoch
         self._requests.put(pb.StreamStepsRequest(registered=pb.SchedulerRegistered(manager_epoch=manager_epoch)))
 
@@ -174,12 +178,16 @@ class ExecutorClient:
             request = pb.UpdateWeightsRequest(weight_version=wanted.version, path=wanted.path)
             stub.UpdateWeights(request, timeout=WEIGHTS_SECONDS)
         except grpc.RpcError as error:
-            log.warning("weights not updated again", weight_version=wanted.version, cause=str(from_rpc_error(error)))
+            log.warning(
+                "the wanted weights could not be loaded again",
+                weight_version=wanted.version,
+                cause=str(from_rpc_error(error)),
+            )
             self._weights_pause = min(2 * self._weights_pause + FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             self._weights_due = time.monotonic() + self._weights_pause
             raise ExecutorLostError(cannot) from error
         self._weights_pause = 0.0
-        log.info("weights updated again", weight_version=wanted.version)
+        log.info("the wanted weights are loaded again", weight_version=wanted.version)
 
     def _load_adapters(self, stub: rpc.ExecutorServiceStub, executor: pb.GetExecutorResponse) -> None:
         """Has a restarted executor, which has only the adapters of its settings, load the other wanted adapters."""

@@ -23,7 +23,7 @@ class Suspects:
         self._by_handle.pop(sequence.handle, None)
 
     def max_prefills(self) -> int | None:
-        """The limit on prefills per step: one while there are suspects, so that a loss shows which one causes it."""
+        """The limit on prefills per step: 1 while there are suspects, so that a loss shows the cause; else None."""
         for sequence in list(self._by_handle.values()):
             if not sequence.is_suspect:
                 self.discard(sequence)

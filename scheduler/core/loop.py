@@ -52,7 +52,7 @@ log = structlog.get_logger()
 
 
 class StepLoop:
-    """Runs on a separate plain thread. Commands come in and updates go out; nothing else is shared."""
+    """Runs on a separate plain thread. Commands come in; updates and times go out; nothing else is shared."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class StepLoop:
         self._batch = RunningBatch()
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
-        # Sessions opened so far; negative while there is none.
+        # Sessions opened so far, negated while none is open.
         self._session = 0
-        # Sessions in a row that ended before a step was answered.
+        # Sessions lost with a step in flight since a step was last answered.
         self._failed_sessions = 0
         self._giving_up = False
         self._stopping = False
@@ -87,7 +87,7 @@ class StepLoop:
         self._hesitation = 0.0
 
     def run(self) -> None:
-        """The thread's main function; returns after Stop."""
+        """The thread's main function; returns after Stop. Raises ExecutorChangedError."""
         while not self._stopping:
             try:
                 self._connect()
@@ -99,7 +99,7 @@ class StepLoop:
         self._finish()
 
     def dump(self) -> dict[str, Any]:
-        """Returns the loop's state for a log, without prompts and outputs. After an error, it is unchanged."""
+        """Returns the loop's state for a log, without prompts and outputs. An error leaves this state unchanged."""
         return {
             "next_step": self._next_step,
             "in_flight": [
@@ -110,7 +110,7 @@ class StepLoop:
         }
 
     def step(self) -> None:
-        """Takes one turn: reads commands, plans a step, sends it, commits the oldest answer."""
+        """Takes a turn: reads commands, plans and sends a step, commits the oldest answer. Raises ExecutorLostError."""
         self._read(self._commands.take())
         if not self._in_flight:
             # Raises if the session is over. The command that says so may be among those just read.
@@ -167,11 +167,11 @@ class StepLoop:
             return True
         if self._in_flight:
             return False
-        # The executor ends the spans of removed sequences with the next step, whenever that comes.
+        # The executor ends the trace spans of removed sequences only when it gets the next step.
         return bool(copies.waiting) or (bool(self._batch.removed) and tracing.is_on())
 
     def _wants_more(self) -> bool:
-        """Whether to send a step before the running one is answered."""
+        """Whether to send one more step before the running step is answered."""
         ahead = list(self._in_flight)[1:]
         if not ahead:
             return True
@@ -205,7 +205,7 @@ class StepLoop:
             self._wait()
 
     def _receive(self) -> None:
-        """Applies the answer to the oldest step in flight; returns without one if the loop is to stop."""
+        """Applies the answer to the oldest step in flight; returns without an answer if the loop is to stop."""
         started = time.perf_counter()
         step = self._in_flight[0]
         expected = self._budget.estimate(len(step.decodes), step.prefill_tokens)
@@ -240,7 +240,7 @@ class StepLoop:
     def _answer(self, expected: float, failure: str) -> execution_pb2.StreamStepsResponse | None:
         """Returns the executor's answer, None if the loop is to stop. Until then, reads commands and publishes.
 
-        expected: duration in seconds. Raises ExecutorLostError if the answer takes far longer.
+        expected: duration in seconds. Raises ExecutorLostError if the session is over or the answer takes far longer.
         """
         bound, waited = max(LOST_SECONDS, LOST_TIMES * expected), 0.0
         while True:
@@ -333,10 +333,10 @@ class StepLoop:
 
     def _restart(self, *, is_planned: bool) -> None:
         if not is_planned:
-            # The loss is known at once here: a router moves the requests to another engine without awaiting a silence.
+            # Reported at once, so that a router moves the requests to another engine without waiting for a silence.
             self._silent = True
             self._batch.updates.executor_answers = False
-            # A session that ends with no step in flight predicts nothing about the next one.
+            # A session that ends with no step in flight predicts nothing about the next session.
             self._failed_sessions += bool(self._in_flight)
         self._executor.close()
         self._batch.restart_all(executor_lost=True, in_flight=self._in_flight, is_planned=is_planned)

@@ -8,7 +8,7 @@ class CopyTracker:
     """Each copy is sent once, with the next step; tickets that are never sent are reported to the cache manager.
 
     A sequence with onloads is onloading until all of them have ended. A sequence that leaves earlier stays known
-    until then, because its blocks are not free before.
+    until then, because its blocks are not free before. Only a sequence past its deadline is forgotten at once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CopyTracker:
         return late
 
     def clear(self) -> list[int]:
-        """Forgets every copy; returns the tickets of the unsent ones."""
+        """Forgets every copy; returns the tickets of the unsent copies."""
         tickets = [copy.ticket for copy in self.take()]
         self.waiting.clear()
         self.onloading.clear()

@@ -1,4 +1,4 @@
-"""Decides what a step computes and which sequences give blocks back. Pure: no I/O, no clock, nothing is changed."""
+"""Decides what a step computes and which sequences give blocks back. No I/O, no clock; changes no sequence."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ class Plan:
     decodes: list[Sequence] = field(default_factory=list)
     # The other computing sequences, with their token counts; sequences that join are among them.
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Running sequences that must not decode although the message does not name them.
+    # Running sequences that must not decode: the step's message names them as idle.
     skipped: list[Sequence] = field(default_factory=list)
-    # Sequences without a slot for even one more token.
+    # Sequences without capacity for one more token.
     out_of_blocks: list[Sequence] = field(default_factory=list)
     # Whether a decoding sequence will soon be out of blocks.
     needs_blocks_soon: bool = False
     # Computing sequences that move to their private blocks.
     relocating: list[Sequence] = field(default_factory=list)
-    # Decoding sequences that may compute drafted tokens, too, with their numbers.
+    # Decoding sequences that may compute drafted tokens, too, with the most drafted tokens of each.
     drafts: list[tuple[Sequence, int]] = field(default_factory=list)
     # Computing sequences whose adaptive window has a new length, and those whose attention is to determine the length.
     resizing: list[Sequence] = field(default_factory=list)
@@ -50,11 +50,11 @@ class Plan:
 def plan_step(
     sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None = None, max_prefills: int | None = None
 ) -> Plan:
-    """Plans one step of at most `max_tokens` tokens over live sequences, given in order of rank.
+    """Plans one step of at most `max_tokens` tokens over sequences in order of rank; ignores those that leave.
 
-    Decodes come first, then chunks of prefills in the given order, within the `budget`, then drafts. A sequence waiting
-    for another's blocks starts once the other's planned tokens, including this step's, cover them. A sequence with
-    onloads starts once all have ended.
+    Decodes come first, then chunks of at most `max_prefills` prefills in the given order, within the `budget`, then
+    drafts. A sequence waiting for another's blocks starts once the other's planned tokens, including this step's, cover
+    them. A sequence with onloads starts once all have ended.
     """
     plan = Plan()
     prefilling: list[Sequence] = []
@@ -140,7 +140,10 @@ class _Prefills:
         return count
 
     def _bounded(self, prefilling: Seq[Sequence]) -> list[Sequence]:
-        """Returns the prefills that must not delay decodes: they arrived after a decoding sequence's first token."""
+        """Returns the prefills that must not delay decodes: those that arrived after a decoding sequence's first token.
+
+        With a target latency, all prefills.
+        """
         if self._budget is None or not self._plan.decodes:
             return []
         first = min(sequence.first_token_at for sequence in self._plan.decodes)
@@ -170,9 +173,9 @@ def trimmable(sequences: Seq[Sequence], out_of_blocks: Seq[Sequence]) -> list[Se
 
 
 def choose_victim(sequences: Seq[Sequence]) -> Sequence | None:
-    """Returns the sequence to preempt, of all live ones in order of rank: the last not started, or else the last.
+    """Returns the sequence to preempt: of the live sequences in order of rank, the last not started, or else the last.
 
-    The first in rank is never chosen, so that it always finishes.
+    The first live sequence is never chosen, so that it always finishes: None if there is no other.
     """
     candidates = [sequence for sequence in sequences if sequence.leave_reason is None][1:]
     waiting = [sequence for sequence in candidates if not sequence.started]

@@ -11,8 +11,9 @@ from scheduler.core.decode_times import DecodeTimes
 
 # A single prefill may lengthen a step by this share of the duration of a step that only decodes.
 DEFAULT_SHARE = 0.4
-# A prefill gets at least these tokens even if that is too slow, so that it always ends. Fewer would save little: three
-# tokens read the same keys as one. After thousands of tokens, four make a step 1.6 times as long.
+# A step that prefills computes at least this many tokens of prompts, even if they take too long, so that prompts always
+# end. Fewer tokens would save little: three tokens read the same keys as one token. In a sequence of thousands of
+# tokens, four tokens make a step 1.6 times as long.
 MIN_TOKENS = 3
 # Limit for a step, in seconds: blocks become free once all steps in flight have ended, of which two may be long, and
 # that must happen within a second. LEAST_CHUNK prompt tokens are computed even beyond the limit.
@@ -37,7 +38,8 @@ class PrefillBudget:
 
     def __init__(self, target_seconds: float = 0.0) -> None:
         self._target = target_seconds
-        # Times of decode-only steps with about as many sequences as the last of them, and that number of sequences.
+        # Times of the last decode-only steps, all with about as many sequences as the newest of these steps, and the
+        # newest step's number of sequences.
         self._decode_only: deque[float] = deque(maxlen=_KEPT_DECODES)
         self._sequences = 0
         self._decode_times = DecodeTimes()
@@ -45,7 +47,7 @@ class PrefillBudget:
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_KEPT_PREFILLS)
         # For each of the last steps with prefills: its prompt tokens, and its whole time.
         self._whole_steps: deque[tuple[int, float]] = deque(maxlen=_KEPT_WHOLE_STEPS)
-        # The times of steps with many prompt tokens.
+        # The times per prompt token, beyond the decodes, of the last steps with many prompt tokens.
         self._long_prefills: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._since_decode_only = 0
 
@@ -79,7 +81,7 @@ class PrefillBudget:
         return self._target > 0
 
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """Takes an answered step's number of decoding sequences, its other tokens, and its time on the device."""
+        """Takes an answered step's number of decoding sequences, its prompt tokens, and its time on the device."""
         if prompt_tokens:
             self._whole_steps.append((prompt_tokens, seconds))
             self._since_decode_only += 1
@@ -108,7 +110,10 @@ class PrefillBudget:
         return self._decode_seconds(decodes) + self._token_seconds() * prompt_tokens
 
     def within_longest_step(self, decodes: int, tokens: int) -> int:
-        """Returns how many of the prompt tokens keep a step with these decoding sequences within LONGEST_STEP."""
+        """Returns how many of the prompt tokens keep a step with these decoding sequences within LONGEST_STEP.
+
+        Returns up to LEAST_CHUNK tokens even if they take longer.
+        """
         each = self._token_seconds()
         left = max(0.0, LONGEST_STEP - self._decode_seconds(decodes))
         return tokens if each * tokens <= left else min(tokens, max(LEAST_CHUNK, int(left / each)))
@@ -116,7 +121,7 @@ class PrefillBudget:
     def max_prefill_tokens(self, decodes: int, older: int, waiting: int) -> int | None:
         """Returns the prompt tokens that the next step may compute: None for no bound, 0 for a step that only decodes.
 
-        Called once per step.
+        Returns 0 once when a step that only decodes is due, and counts that step as sent.
 
         decodes: sequences that decode in the step. older: of these, the sequences that had their first token when the
         first of the waiting prompts arrived. waiting: sequences that prefill.
@@ -145,7 +150,7 @@ class PrefillBudget:
 
     @property
     def _most_known(self) -> int:
-        """Limit not far beyond the measured steps: few tokens say little about the cost of many."""
+        """Twice the most prompt tokens of the measured steps: few tokens say little about the cost of many."""
         return 2 * max((tokens for tokens, _ in self._prefills), default=0)
 
     def _decode_seconds(self, decodes: int) -> float:

@@ -35,7 +35,7 @@ class InFlightStep:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of prefill chunks; a chunk of a single token takes as long as a decode."""
+        """Tokens of prefill chunks, except chunks of a single token, which take as long as a decode."""
         return sum(count for _, count, _ in self.prefills if count > 1)
 
 

@@ -38,11 +38,12 @@ async def serve(settings: SchedulerSettings, listener: socket.socket, connected:
 def main() -> int:
     parser = process_parser(
         "python -m scheduler.frontend",
-        "Serves OpenAI's API for a scheduler with KVKEEP_SCHEDULER_FRONTENDS, which starts it with its own settings.",
+        "Serves OpenAI's API for a scheduler with KVKEEP_SCHEDULER_FRONTENDS. The scheduler starts this program "
+        "with the settings of the scheduler.",
     )
     parser.add_argument("listener", type=int, help="descriptor of a socket that listens")
     parser.add_argument("pipe", type=int, help="descriptor of a socket to the scheduler")
-    parser.add_argument("number", type=int, help="tells its log lines apart")
+    parser.add_argument("number", type=int, help="number of this front end in its log lines")
     given = parser.parse_args()
     # The scheduler says when to stop, once all requests have ended.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -170,7 +170,7 @@ class GenerationRecord:
 
 
 def _usage(fields: dict[str, Any]) -> dict[str, Attribute]:
-    """Returns a line's fields under their OpenTelemetry names, as far as these exist."""
+    """Returns a line's fields under OpenTelemetry's names, or with the prefix "kvkeep." where there is no such name."""
     attributes: dict[str, Attribute] = {
         "gen_ai.response.id": fields["generation"],
         "gen_ai.response.finish_reasons": [fields["finish_reason"]],
@@ -187,7 +187,7 @@ def _usage(fields: dict[str, Any]) -> dict[str, Attribute]:
 
 
 def _finish_reason(stream: Stream, error: str) -> str:
-    """Returns the finish reason; if samples ended differently, that of those cut off."""
+    """Returns the finish reason: error or abort if a sample did not finish, else the first of abort, length, stop."""
     reasons = {generation.finish_reason for generation in stream.generations}
     if pb.FINISH_REASON_UNSPECIFIED in reasons:
         return "abort" if error == ABORTED else "error"

@@ -12,7 +12,7 @@ from scheduler.request import Adapter, AdapterChange
 
 
 class AdapterTable:
-    """The adapters by name, and the samples that use each. On the asyncio loop.
+    """The adapters by name, and the samples that use each. On the asyncio loop; any thread may read `all`.
 
     A leaving adapter takes no new requests, and stays until the samples that use it have ended.
     """
@@ -22,7 +22,7 @@ class AdapterTable:
         self.most = most
         self._by_name = {adapter.name: adapter for adapter in adapters}
         self._leaving: set[str] = set()
-        # Numbers of samples by the adapter's identity.
+        # Numbers of samples by adapter_id.
         self._used: Counter[int] = Counter()
         self._unused: dict[int, asyncio.Event] = {}
 
@@ -86,7 +86,7 @@ class AdapterTable:
 
     @contextlib.contextmanager
     def using(self, adapter: Adapter | None, samples: int) -> Iterator[None]:
-        """Surrounds the samples of a request. Raises ModelNotFoundError if its adapter has gone meanwhile."""
+        """Surrounds a request's samples. Raises ModelNotFoundError if the adapter is unloaded, replaced or leaving."""
         if adapter is None:
             yield
             return

@@ -35,7 +35,7 @@ class OutputPiece:
 
 @dataclass(frozen=True, slots=True)
 class OutputForms:
-    """The forms of a model's output. calls: empty if they are not known, "none" if they stay content."""
+    """The forms of a model's output. calls: the form's name; empty if not known; "none" leaves calls in the content."""
 
     calls: str
     thinks: bool
@@ -70,7 +70,7 @@ class OutputParser:
     """Parses an output's text, which comes in pieces. However the text is split, the output is the same."""
 
     def __init__(self, forms: OutputForms, use: ToolUse, *, is_thinking: bool, is_forced: bool = False) -> None:
-        """is_thinking: whether the prompt has begun the reasoning. is_forced: whether it has a form from the start."""
+        """is_thinking: whether the prompt begins the reasoning. is_forced: whether all output has a given form."""
         is_forced = is_forced or use.is_required
         self._tools = _tool_parser(forms, use, is_forced=is_forced)
         thinks = forms.thinks and not is_forced

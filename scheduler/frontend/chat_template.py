@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 _MARK = "\ue000"
 # Fields that a template may leave out: order may imply roles, and the order of answers may imply their calls.
 _DISPENSABLE = frozenset({"role", "tool_call_id"})
-# Variables that templates get from the server besides special tokens, and names that renderers know.
+# Variables that templates get from the server besides special tokens, and parameters of transformers' renderer.
 _OWN_VARIABLES = frozenset(
     ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"]
 )
@@ -57,7 +57,7 @@ class ChatTemplate:
     """A compiled template, run in Jinja's sandbox: templates come with the model and are not trusted."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], *, drops_reasoning: bool = False) -> None:
-        """drops_reasoning: whether messages, like answers, may have reasoning that the template leaves out."""
+        """drops_reasoning: whether the template may leave out messages' reasoning. Raises jinja2.TemplateError."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -69,7 +69,7 @@ class ChatTemplate:
         self._dispensable = _DISPENSABLE | {"reasoning"} if drops_reasoning else _DISPENSABLE
 
     def reserves(self, name: str) -> bool:
-        """Returns whether a variable is not for callers."""
+        """Returns whether callers may not set a variable."""
         return name in _OWN_VARIABLES or name in self._special_tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering = ASKING) -> str:
@@ -112,7 +112,10 @@ class ChatTemplate:
     def position(
         self, prompt: str, messages: Sequence[Mapping[str, Any]], index: int, characters: int, how: Rendering = ASKING
     ) -> int:
-        """Returns the number of prompt characters before a position in a message. Raises ChatTemplateError."""
+        """Returns the number of prompt characters before a position in a message. Raises ChatTemplateError.
+
+        index: of the message. characters: number of characters of the message's content before the position.
+        """
         return _first_difference(prompt, self.render(_marked(messages, index, characters), how))
 
 

@@ -66,7 +66,7 @@ class RecentResponses:
     def diagnose(self, request: Request, cached_tokens: int, weight_version: str | None) -> pb.CacheDiagnosis:
         """Compares an admitted request with the response that it names.
 
-        cached_tokens: of its prompt. weight_version: as of `add`.
+        cached_tokens: of its prompt. weight_version: as for `add`.
         """
         self._drop_old()
         earlier = self._responses.get(_owner(request, request.cache.comparison_id or ""))
@@ -112,7 +112,7 @@ class RecentResponses:
 
 
 def _owner(request: Request, name: str) -> tuple[str, ...]:
-    """Returns the key of a name among the responses that a caller may know of."""
+    """Returns the key of a response, which only its tenant or, without a tenant, its salt can name."""
     tenant, salt = request.cache.tenant_id, request.cache.salt
     if tenant:
         return ("tenant", tenant, name)
@@ -120,7 +120,7 @@ def _owner(request: Request, name: str) -> tuple[str, ...]:
 
 
 def _divided(request: Request, earlier: _Response, weight_version: str | None) -> pb.CacheMissReason | None:
-    """Returns what has changed in the root of the keys, after which no block is the same; None for no change."""
+    """Returns the change in the root of the block keys, which makes every block different; None for no change."""
     if request.adapter_id != earlier.adapter_id:
         name = "" if request.adapter is None else request.adapter.name
         is_same = name == earlier.adapter
@@ -146,7 +146,10 @@ _CHOICE = frozenset({"tool_choice", "tool_name", "single_tool_call"})
 
 
 def parts_of(message: pb.StreamGenerateRequest) -> PromptParts:
-    """Returns digests of what a conversation is rendered from, except for its ordinary messages."""
+    """Returns digests of what a conversation is rendered from, except for its ordinary messages.
+
+    For a prompt that a front end has rendered, these are the front end's digests; for any other prompt, there are none.
+    """
     if message.cache.HasField("parts"):
         given = message.cache.parts
         return PromptParts(given.tools, given.system, given.template)

@@ -23,7 +23,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = not keep_special
         self._window = list(prompt_ids[-_CONTEXT:])
-        # Number of the window's tokens whose text has been returned, and that text.
+        # Number of the window's tokens whose text has been returned, and the text of these tokens.
         self._read = len(self._window)
         self._before = self._decode(self._window)
 
@@ -31,7 +31,7 @@ class Detokenizer:
         """Returns the text that tokens add, without an incomplete character at its end."""
         after = self._decode([*self._window, *token_ids])
         if len(token_ids) > 1 and after.endswith(_REPLACEMENT):
-            # Only the last tokens are incomplete: decoding them separately finds these.
+            # Only the last tokens form an incomplete character: decoding token by token returns the text before them.
             return "".join([self.push([token_id]) for token_id in token_ids])
         self._window += token_ids
         return self._advance(after, final=len(self._window) - self._read > _LONGEST_OPEN)
@@ -41,18 +41,18 @@ class Detokenizer:
         return self._advance(self._decode(self._window), final=True)
 
     def _advance(self, after: str, *, final: bool) -> str:
-        """after: text of the whole window."""
+        """Returns the new text. after: text of the whole window. final: whether to return an incomplete character."""
         if not final and after.endswith(_REPLACEMENT):
             return ""
         before = self._before
-        # An incomplete character of the earlier text may be complete now: only the common prefix was returned.
+        # An incomplete character at the end of `before` may be complete now: all after the common prefix is new.
         text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
         if text or final:
             self._window = self._window[self._read :]
             tail = self._window[-_CONTEXT:]
             self._before = self._decode(tail)
             if len(tail) < len(self._window) and (not self._before or _REPLACEMENT in self._before):
-                # The tail has no text or begins within a character, where some decoders drop all bytes in a row.
+                # The tail has no text, or begins within a character: some decoders then replace every byte of the run.
                 self._before = self._decode(self._window)
             else:
                 self._window = tail

@@ -1,4 +1,4 @@
-"""What runs the requests of the request table: an engine in this process, or several behind a router."""
+"""What runs the samples of the request table: an engine here or in another process, or a router's engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,11 @@ from scheduler.request import AdmissionAttempt
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The load of an engine: samples in its running batch and in its waiting queue, and the load of its steps."""
+    """The load of an engine: samples in its running batch and in its waiting queue, and the load of its steps.
+
+    max_running: most samples of the running batch. In a router: samples sent to engines, samples that wait for an
+    engine, and the engines' max_running together.
+    """
 
     running: int
     waiting: int
@@ -27,17 +31,17 @@ class Engine(Protocol):
         """The load at the moment."""
 
     def start(self, attempt: AdmissionAttempt) -> None:
-        """Runs a sample from its token ids on."""
+        """Queues a sample, whose output continues after the attempt's token ids."""
 
     def cancel(self, arrival: int) -> None:
-        """Frees what a sample holds; an unknown sample has already ended."""
+        """Ends a sample and frees what it holds; does nothing for an unknown sample, which has already ended."""
 
     def weight_version(self, arrival: int) -> str | None:
-        """Returns the version of the weights that a sample is computed with; None if it is not known."""
+        """Returns the version of the weights that a sample is computed with; None if the version is not known."""
 
 
 class LocalEngine:
-    """The engine in this process: its waiting queue, and the step loop behind its commands."""
+    """The engine in this process: its waiting queue, and the commands to its step loop."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ def start_request(
     """Builds the message that starts a sample under a name.
 
     expected: cached tokens that are expected. eos: ids that end outputs unless a request ignores them. compares:
-    whether the engine knows earlier responses itself.
+    whether the engine itself compares the request with earlier responses.
     """
     request = attempt.request
     prompt = len(request.prompt_ids)

@@ -24,7 +24,7 @@ from scheduler.frontend.output import Generation, Stream
 from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, RequestTable, RequestTableSource
 
 ENGINE_SERVICE = "generation.v1.EngineService"
-# How often the load is checked, and how often it is sent at least, in seconds.
+# Seconds between checks of the load, and most seconds between two messages with the load.
 LOADS_SECONDS, HEARTBEAT_SECONDS = 0.1, 0.5
 # A neighbour's silence is sent whenever it has grown by this many seconds.
 SILENCE_STEP = 0.25
@@ -46,10 +46,10 @@ class Peer(Protocol):
     """The other end of a session: a gRPC call, or a front end."""
 
     def peer(self) -> str:
-        """Its address."""
+        """Names the other end for the access log: the address of a gRPC peer."""
 
     async def write(self, message: pb.StreamRequestsResponse) -> None:
-        """Sends a message; waits for the other end to read."""
+        """Sends a message; waits while too much is unread."""
 
 
 class EngineService(rpc.EngineServiceServicer):
@@ -71,16 +71,16 @@ class EngineService(rpc.EngineServiceServicer):
 
 @dataclass(slots=True)
 class _Running:
-    """A request of a router. introduced: whether a message has said how much of it is cached."""
+    """A request of a router. introduced: whether a message has said how many tokens of its prompt were cached."""
 
     generation: Generation
     introduced: bool = False
-    # Set once its last output is taken.
+    # Set once the last output, or the error, is taken.
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Session:
-    """The requests of one router. Each has a task; one more task writes all output for the router."""
+    """The requests of one router or front end. Each has a task; one more task writes all output."""
 
     def __init__(self, requests: RequestTable, access_log: AccessLog | None, context: Peer) -> None:
         """access_log: None if the other end belongs to this scheduler and records its requests itself."""
@@ -94,14 +94,15 @@ class Session:
         # Set if there is output or a failure, or the stream is over.
         self._ready = asyncio.Event()
         self._is_over = False
-        # What was sent last: the load, the obstacle and which neighbours are silent, the adapters.
+        # What was sent last: the load, the obstacle and which neighbours are silent, the adapters, rounded silences.
         self._said: tuple[object, ...] | None = None
         self._loads_at = 0.0
 
     async def run(self, commands: AsyncIterator[pb.StreamRequestsRequest]) -> None:
         """Serves until the router ends the stream.
 
-        Raises InvalidField for a command that names no request, and UnexpectedError if nothing more can be sent.
+        Raises InvalidField for a command without content, and for a start without a request id or with the id of a
+        running request. Raises UnexpectedError if output can no longer be written because of a defect.
         """
         writing, reading = asyncio.create_task(self._write()), asyncio.create_task(self._read(commands))
         try:
@@ -120,7 +121,7 @@ class Session:
                 # A write that is cancelled halfway would leave the call without an end.
                 await asyncio.wait({writing}, timeout=WRITE_SECONDS)
             finally:
-                # Even if the call is cancelled again meanwhile: no task outlives its session.
+                # Even if the call is cancelled again during the wait: no task outlives its session.
                 writing.cancel()
                 await asyncio.gather(writing, *tasks, return_exceptions=True)
 
@@ -167,7 +168,7 @@ class Session:
         asked, requests = message.request, self._requests
         expected = message.adapter_id if message.HasField("adapter_id") else None
         if asked.n > 1:
-            raise InvalidField("request.n", "must be 1 at most: each sample is a request here")
+            raise InvalidField("request.n", "must be at most 1: each sample is a separate request here")
         if asked.stop:
             raise InvalidField("request.stop", "must be empty: output has no text here")
         is_follower = message.is_follower
@@ -181,7 +182,7 @@ class Session:
             expected_cached_tokens=message.expected_cached_tokens,
             part_of=message.caller_request_id,
             header_id=message.header_request_id,
-            # A router knows the responses of all its engines; front ends of this scheduler name their requests.
+            # Empty for a router, which keeps responses itself; front ends of this scheduler send their request's id.
             response_id=asked.cache.parts.request_id,
         )
         stream = Stream([request], None, self._ready)
@@ -200,7 +201,7 @@ class Session:
         while not self._is_over:
             message = pb.StreamRequestsResponse()
             for name, running in list(self._running.items()):
-                # If a peer takes messages without a pause, the request's task, which removes it, may not have run yet.
+                # If the last write did not pause, the task that removes a finished request may not have run yet.
                 if not running.done.is_set():
                     self._take(name, running, message)
             message.failures.extend(self._failures)

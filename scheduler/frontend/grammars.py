@@ -14,7 +14,7 @@ from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField, PassedOnError, from_rpc_error
 
-# Most forms that count as compiled: the executor keeps twice as many of the last used forms.
+# Most forms that count as compiled; the executor keeps twice as many forms, by LRU.
 MAX_REMEMBERED = 128
 # The largest grammars take a second.
 COMPILE_SECONDS = 30.0
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 class ExecutorGrammars:
     """Has the executor compile forms, so that an error affects only its request, and no step waits.
 
-    Requests wait for as long as the executor is away. It is not asked again for forms that it still has.
+    Requests wait for as long as the executor is away. The executor is not asked again for forms that it still has.
     """
 
     def __init__(self, stub: execution_rpc.ExecutorServiceAsyncStub) -> None:
@@ -40,7 +40,10 @@ class ExecutorGrammars:
         self._compiled = OrderedDict()
 
     async def compile(self, form: common.StructuredOutput, field: str) -> None:
-        """Returns once the form is compiled. Raises InvalidField with the field's name if that is impossible."""
+        """Returns once the form is compiled. field: names the form in errors.
+
+        Raises InvalidField if the form cannot be compiled, and PassedOnError if the executor fails for another reason.
+        """
         digest = sha256(form.SerializeToString(deterministic=True)).digest()
         if digest in self._compiled:
             self._compiled.move_to_end(digest)

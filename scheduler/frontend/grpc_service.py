@@ -29,7 +29,7 @@ ADMIN_SERVICE = "generation.v1.SchedulerAdminService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# Ends requests, and returns how many.
+# Ends requests, or only counts them with validate_only; returns their number.
 Abort: TypeAlias = Callable[[pb.AbortRequestsRequest], Awaitable[int]]
 
 log = structlog.get_logger()
@@ -39,7 +39,7 @@ class GenerationService(rpc.GenerationServiceServicer):
     """Served from the start; every call is answered with UNAVAILABLE while there is no request table."""
 
     def __init__(self, source: RequestTableSource, access_log: AccessLog, abort: Abort | None = None) -> None:
-        """abort: given if requests of other processes are to be ended, too."""
+        """abort: ends requests, also those of other processes; None ends only requests of this process."""
         self.access_log = access_log
         self._source = source
         self._abort = abort or self._abort_here
@@ -101,9 +101,9 @@ class GenerationService(rpc.GenerationServiceServicer):
             await send(output)
 
     async def tokenize(self, request: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
-        """Returns the ids of a request's prompt, even if it is longer than the model takes.
+        """Returns the ids of a request's prompt, even if the prompt is too long for the model.
 
-        add_special: whether those of a text have the special tokens that the tokenizer adds.
+        add_special: whether a text gets the special tokens that the tokenizer adds.
         """
         requests = self._source.requests
         tenant = bind(current(), request.cache)
@@ -114,7 +114,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         return await self._source.requests.validator.decode(model, token_ids, skip_special=skip_special)
 
     def check_samples(self, prompts: int, samples: int) -> None:
-        """Raises InvalidField, which names "prompt", if one call has more samples than may wait."""
+        """Raises InvalidField for "prompt" if a call with several prompts asks for more samples than may ever wait."""
         self._source.requests.check_samples(prompts, samples)
 
     def model(self, name: str = "") -> ModelInfo:
@@ -139,7 +139,7 @@ class GenerationService(rpc.GenerationServiceServicer):
 
     @property
     def obstacle(self) -> str:
-        """Why a request would not be served now, other than a full queue; empty if nothing prevents it."""
+        """Why requests are not served now, apart from a full queue or a busy tenant; empty if they are served."""
         try:
             return self._source.requests.obstacle
         except NotReadyError as error:
@@ -199,11 +199,11 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
     async def SetDraining(  # noqa: N802
         self, request: pb.SetDrainingRequest, _context: Context
     ) -> pb.SetDrainingResponse:
-        """Takes no more requests, or takes them again."""
+        """Takes no more requests, or takes them again; with validate_only, only returns the numbers of samples."""
         _check_whole()
         requests = self._source.requests
         if not request.validate_only and requests.set_draining(request.draining):
-            log.info("drained by an operator" if request.draining else "draining ended by an operator")
+            log.info("draining begun by an operator" if request.draining else "draining ended by an operator")
         return pb.SetDrainingResponse(running_requests=requests.num_running, waiting_requests=requests.num_waiting)
 
     async def ListAdapters(  # noqa: N802

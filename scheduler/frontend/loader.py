@@ -33,14 +33,17 @@ class ModelLoader(Protocol):
         """Loads an adapter. Raises ServiceError if this is not possible or not allowed."""
 
     async def unload(self, name: str) -> int:
-        """Refuses new requests for an adapter; returns how many samples still use it. Raises like `load`."""
+        """Refuses new requests for an adapter, and unloads it when no sample uses it. Raises like `load`.
+
+        Returns the number of samples that still use the adapter.
+        """
 
     async def update_weights(self, version: str, path: str) -> int:
         """Switches to a folder's weights; returns how many cached blocks are of other weights. Raises like `load`."""
 
 
 class ExecutorLoader:
-    """Has the executor load and unload."""
+    """Has the executor load and unload adapters, and load weights."""
 
     def __init__(
         self, table: AdapterTable, stub: execution_rpc.ExecutorServiceAsyncStub, weights: WantedWeights
@@ -51,7 +54,7 @@ class ExecutorLoader:
         # The weights that the executor must compute with. Read by the step loop's thread, too.
         self.weights = weights
         self._updating = asyncio.Lock()
-        # Unloads that wait for running samples, and updates whose operators may not wait for them.
+        # Unloads that wait for running samples, and updates of weights, which go on even if the operator leaves.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, path: str) -> Adapter:
@@ -74,7 +77,7 @@ class ExecutorLoader:
         adapter = self._table.leave(name)
         running = self._table.uses(adapter)
         try:
-            # An adapter in use leaves later: an executor that does not unload it must say so now.
+            # An adapter in use is unloaded later; an executor that does not allow this must refuse now.
             await self._unload(adapter, validate_only=bool(running))
         except RemoteError as error:
             self._table.stay(adapter)
@@ -110,7 +113,7 @@ class ExecutorLoader:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("the executor has not loaded what it was to", cause=str(error))
+            log.warning("weights were not loaded, or an adapter was not unloaded", cause=str(error))
 
     async def _unload_later(self, adapter: Adapter) -> None:
         await self._table.unused(adapter)
@@ -125,7 +128,7 @@ class ExecutorLoader:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _unload(self, adapter: Adapter, *, validate_only: bool = False) -> None:
-        """Raises RemoteError."""
+        """Unloads an adapter at the executor and removes it here, or only checks. Raises RemoteError."""
         message = execution_pb2.UnloadAdapterRequest(name=adapter.name, validate_only=validate_only)
         try:
             await self._stub.UnloadAdapter(message, timeout=CALL_SECONDS)

@@ -39,7 +39,7 @@ KEPT_TEXTS = 1 << 16
 
 
 class ModelInfo:
-    """`max_tokens` is the longest prompt plus output that model and pool can hold."""
+    """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold, in tokens."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ModelInfo:
         return self._marks_reasoning or (self._marks_calls and has_tools)
 
     def reserves(self, variable: str) -> bool:
-        """Whether a variable of the chat template is not for callers."""
+        """Returns whether callers may not set a variable of the chat template."""
         return self._chat is not None and self._chat.reserves(variable)
 
     async def encode_text(self, text: str, most: int | None = None, *, add_special: bool = True) -> array[int]:
@@ -132,7 +132,7 @@ class ModelInfo:
         *,
         size: int | None = None,
     ) -> tuple[array[int], list[int]]:
-        """Returns a conversation's ids, including the template's special tokens, and the number before each breakpoint.
+        """Returns a conversation's ids with the template's special tokens, and how many ids precede each breakpoint.
 
         A breakpoint is a message's index and a number of characters of its content. size: of all texts, if known.
         Raises ChatTemplateError and UnreadFieldError, and TooLongError like `encode_text`.
@@ -222,7 +222,7 @@ def pack(ids: Sequence[int], most: int | None) -> array[int]:
 
 
 def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer, and the bytes of its longest token."""
+    """Returns the tokenizer, and the bytes of its longest token, None for no limit. Raises UnusableModelError."""
     if not model.tokenizer_json:
         raise UnusableModelError(
             f"the model {model.model} has no tokenizer.json, which the scheduler needs: serve a folder that has one"

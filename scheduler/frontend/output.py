@@ -15,8 +15,8 @@ from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.stop_strings import StopStrings
 from scheduler.request import Request
 
-# The pause between two messages of a stream is at least these seconds times the number of streams: few streams get
-# every token, but very many get several tokens at once, since writing would otherwise leave no time for other work.
+# The pause between two messages of a stream is at least these seconds times the number of streams. Few streams get
+# every token separately; very many streams get several tokens at once, so that writing leaves time for other work.
 MESSAGE_SECONDS = 2.5e-4
 
 
@@ -42,7 +42,7 @@ class Generation:
         """
         self.request = request
         self.is_gathered = is_gathered
-        # Samples that share the prompt once this one has computed it.
+        # The request's other samples, which share the prompt once this sample has computed it.
         self.followers: Seq[Request] = ()
         # If text can end the output, every token has to become text at once.
         self.has_stop_strings = bool(request.stop or _ends_behind_call(request))
@@ -51,13 +51,13 @@ class Generation:
         self.was_taken = True
         # Whether the sample has had blocks: from then on, it is known how much of its prompt is cached.
         self.admitted = False
-        # Version of the weights that it was admitted for; None if it is not known.
+        # Version of the weights at the sample's admission; None if the version is not known.
         self.weight_version: str | None = None
         # Unspecified even after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         # What is counted while the sample runs. Only the first sample counts the prompt.
         self.counted = pb.Usage(prompt_tokens=0 if request.sample_index else len(request.prompt_ids))
-        # As the cache manager resolved it; None if no token is evicted.
+        # The eviction policy as the cache manager resolved it; None if no token is evicted.
         self.policy: common.EvictionPolicy | None = None
         # The most tokens kept at once, over all attempts.
         self.most_kept = 0
@@ -78,7 +78,7 @@ class Generation:
         # Number of tokens that have become text or end the output. The other ids are pending: without stop strings,
         # tokens become text only when they are sent.
         self._num_detokenized = 0
-        # Tokens of the prompt after the first whose log-probabilities are known.
+        # Number of prompt tokens, without the first, whose log-probabilities are known.
         self._scored = 0
         self._pending: list[int] = []
         self._chunk = self._empty_chunk()
@@ -95,7 +95,7 @@ class Generation:
         return bool(self._pending or self._chunk.token_ids or self._chunk.finish_reason)
 
     def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
-        """Adds a token, without `notify`. Afterwards `finished` says whether it, or a stop string, ends the output."""
+        """Takes the next token, which prewarming drops, without `notify`. `finished` then says if the output ended."""
         if self.request.is_prewarm:
             self.first_token_at = self.last_token_at = now
             self._finish(pb.FINISH_REASON_LENGTH)
@@ -113,7 +113,7 @@ class Generation:
             self._detokenize()
 
     def score_prompt(self, logprobs: Seq[execution_pb2.TokenLogprobs]) -> None:
-        """Adds log-probabilities of prompt tokens; after a preemption, the same ones come again."""
+        """Adds log-probabilities of prompt tokens; ignores those that are computed again after a preemption."""
         for one in logprobs:
             if one.index == self._scored + 1:
                 self._scored = one.index
@@ -129,7 +129,7 @@ class Generation:
         self._ready.set()
 
     def abort(self) -> None:
-        """Ends the output as it is so far."""
+        """Ends the output with the tokens so far, and notifies. Held-back text may still complete a stop string."""
         self._end(pb.FINISH_REASON_ABORT)
         self._ready.set()
 
@@ -179,7 +179,7 @@ class Generation:
         return report
 
     def _detokenize(self, *, stopped: bool = False) -> bool:
-        """Turns pending tokens into text; returns True after a stop string.
+        """Turns pending tokens into text; returns whether a stop string or the only wanted call has ended the output.
 
         stopped: whether the last token stopped the output; such a token becomes text only if the request says so.
         """
@@ -202,7 +202,7 @@ class Generation:
         return stopped
 
     def _end(self, reason: pb.FinishReason) -> None:
-        """Ends the output for a reason other than a stop string: text that was held back follows."""
+        """Adds held-back text and ends the output for `reason`, unless a stop string or call in that text ends it."""
         stopped = reason == pb.FINISH_REASON_STOP
         if not self._detokenize(stopped=stopped) and not self._push(self._detokenizer.flush()):
             self._chunk.text += self._stop_strings.flush()
@@ -228,7 +228,7 @@ def _ends_behind_call(request: Request) -> bool:
 
 
 class Stream:
-    """The outputs of all samples of one request, in the order in which they come."""
+    """The outputs of all samples of one request."""
 
     def __init__(self, samples: Seq[Request], model: ModelInfo | None, ready: asyncio.Event | None = None) -> None:
         """Arguments as for Generation. ready: shared by several streams if their output is taken together."""
@@ -253,7 +253,7 @@ class Stream:
         return all(generation.finished for generation in self.generations)
 
     async def next(self) -> list[tuple[Generation, pb.StreamGenerateResponse]]:
-        """Waits for output. Raises the error of a sample that failed."""
+        """Waits for output; returns the new chunks, possibly none. Raises the error of a sample that failed."""
         await self._ready.wait()
         self._ready.clear()
         taken = [(generation, generation.take()) for generation in self.generations]
@@ -282,7 +282,7 @@ class StreamFlusher:
         self._order.remove(generation)
 
     def flush(self) -> None:
-        """Notifies the generations in turn of new tokens, and the others later if no tokens follow."""
+        """Notifies as many generations, in turn, as are due. A timer notifies all of them if no other flush comes."""
         due = int((time.monotonic() - self._since) / self._message_seconds)
         if due:
             self._notify(due)
@@ -296,7 +296,7 @@ class StreamFlusher:
     def _notify(self, count: int) -> None:
         loop = asyncio.get_running_loop()
         self._since = time.monotonic()
-        # Before and after the tasks that wake up here.
+        # The two callbacks run before and after the tasks that these notifications wake up.
         loop.call_soon(self._begin)
         for _ in range(min(count, len(self._order))):
             generation = self._order[0]

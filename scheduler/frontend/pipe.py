@@ -1,6 +1,7 @@
 """What a scheduler and a front end in a separate process send each other: frames over a pair of sockets.
 
-Everything goes over this pair. When it closes, the other process has ended: no front end outlives its scheduler.
+All messages go over this pair; only counted metrics go through files. When the pair closes, the other process has
+ended: no front end outlives its scheduler.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Frame(enum.IntEnum):
     METRICS = 3
     # generation.v1.AbortRequestsRequest to the scheduler, which answers with AbortRequestsResponse.
     ABORT = 5
-    # From the scheduler: the front end ends once its callers have their answers, or at once if a byte follows.
+    # From the scheduler: the front end ends once its callers have their answers. If a byte follows, it fails requests.
     STOP = 4
 
 
 class Pipe:
-    """One end of the pair. Only one task at a time may `read`; any may send."""
+    """One end of the pair. Only one task at a time may `read`; any task may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -41,7 +42,7 @@ class Pipe:
         return cls(*await asyncio.open_unix_connection(sock=connected))
 
     async def read(self) -> tuple[Frame, bytes] | None:
-        """Returns the next frame; None if the other process has ended."""
+        """Returns the next frame; None if the other process has ended, or has closed its end."""
         try:
             kind, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             return Frame(kind), await self._reader.readexactly(size)
@@ -53,7 +54,7 @@ class Pipe:
         self._writer.write(_HEAD.pack(kind, len(content)) + content)
 
     async def send(self, kind: Frame, content: bytes = b"") -> None:
-        """Sends a frame, and waits for the other end to read. Raises ConnectionError if the other process has ended."""
+        """Sends a frame; waits while too much is unread. Raises ConnectionError if the other process has ended."""
         self.put(kind, content)
         await self._writer.drain()
 

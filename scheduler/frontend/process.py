@@ -28,7 +28,7 @@ from scheduler.metrics import RequestMetrics, StepLoad
 from scheduler.request import Adapter, AdmissionAttempt
 from scheduler.settings import SchedulerSettings
 
-# As for StreamFlusher: no step waits for this process's writes, and half of its time is left for reading.
+# For StreamFlusher. No step waits for the writes of this process, and half of the time is left for reading.
 MESSAGE_SECONDS = 5e-5
 # Time for callers to read the ends of their answers, and time to read why these end early.
 ENDING_SECONDS, FAILING_SECONDS = 2.0, 0.5
@@ -80,7 +80,7 @@ class RemoteEngine:
         self._pipe.put(Frame.REQUESTS, command.SerializeToString())
 
     def received(self, response: pb.StreamRequestsResponse, requests: RequestTable) -> None:
-        """Takes news of this front end's samples."""
+        """Applies output and failures to the samples of this front end; ignores samples that have already ended."""
         updates = RequestUpdates(steps=int(bool(response.outputs)), at=time.monotonic())
         for chunk in response.outputs:
             if (sample := self._by_name.get(chunk.request_id)) is not None:
@@ -123,7 +123,10 @@ class FrontEnd:
         return await self._ask(Frame.METRICS)
 
     async def _abort(self, message: pb.AbortRequestsRequest) -> int:
-        """Ends requests here, at other front ends and at the scheduler, which knows all requests that have begun."""
+        """Ends requests here, at other front ends and at the scheduler, which knows all requests that have begun.
+
+        Returns the number of requests; with validate_only, only counts them. Raises NotReadyError.
+        """
         here = self.requests.abort(message)
         answer = await self._ask(Frame.ABORT, message.SerializeToString())
         return max(here, pb.AbortRequestsResponse.FromString(answer).aborted_requests)
@@ -135,7 +138,10 @@ class FrontEnd:
         return await answer
 
     async def run(self) -> bool:
-        """Takes what the scheduler sends until told to stop; returns whether callers may still read their answers."""
+        """Handles the scheduler's frames until the scheduler says to stop, or has ended.
+
+        Returns whether callers may still read their answers: False after a hurried stop or the end of the scheduler.
+        """
         while (frame := await self._pipe.read()) is not None:
             kind, content = frame
             match kind:
@@ -187,7 +193,7 @@ class FrontEnd:
             self._engine,
             self._metrics,
             _NoHealth(),
-            LoaderElsewhere("a front end in a process of its own loads nothing: use kvctl, over gRPC"),
+            LoaderElsewhere("a front end in a separate process loads nothing: use kvctl, over gRPC"),
             max_waiting=self._settings.max_waiting,
             message_seconds=MESSAGE_SECONDS,
             compares=False,
@@ -202,12 +208,12 @@ class FrontEnd:
             requests.reported_loads = response.loads
             requests.set_obstacle(EXECUTOR_SILENT, response.executor_silent)
             requests.set_obstacle(CACHE_MANAGER_SILENT, response.cachemgr_silent)
-            # The only other obstacle that an engine can have.
+            # Draining is the only other obstacle of an engine.
             requests.set_draining(bool(response.obstacle) and not any(silent))
         self._engine.received(response, self.requests)
 
 
 class _NoHealth:
-    """Ignores health: the scheduler reports it for both processes."""
+    """Ignores health: the scheduler reports the health of both processes."""
 
     def set_serving(self, _serving: bool) -> None: ...

@@ -40,7 +40,7 @@ class Health(Protocol):
     """Where the process reports whether it serves."""
 
     def set_serving(self, serving: bool) -> None:
-        """Called on every change."""
+        """Called when an obstacle or an operator's draining begins or ends, and possibly without a change."""
 
 
 class Silences(NamedTuple):
@@ -51,7 +51,7 @@ class Silences(NamedTuple):
 
 
 class RequestTable:
-    """Every live request. The engine reports to it."""
+    """Every live request. The engine reports outcomes to this table."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class RequestTable:
         message_seconds: float | None = None,
         compares: bool = True,
     ) -> None:
-        """max_tenant_requests: live requests of one tenant; 0 is no bound. message_seconds: as for StreamFlusher.
+        """max_tenant_requests: most live and arriving requests of one tenant; 0 is no bound.
+
+        message_seconds: as for StreamFlusher.
 
         compares: whether the table itself, not the engine, knows recent responses and compares requests with them.
         """
@@ -90,9 +92,9 @@ class RequestTable:
         self._live: dict[int, Generation] = {}
         # Samples by the ids with which callers abort them.
         self._by_abort_id: dict[str, set[Generation]] = {}
-        # Live and arriving requests by tenant.
+        # Numbers of live and arriving requests by tenant.
         self._tenants: Counter[str] = Counter()
-        # Request ids with their tenants: request ids of other tenants are secret.
+        # Pairs of tenant and request id. Request ids are unique per tenant: no error may reveal ids of other tenants.
         self._request_ids: set[tuple[str, str]] = set()
         self._is_open = False
         self._stopping = False
@@ -110,7 +112,7 @@ class RequestTable:
         metrics.waiting.set_function(lambda: self.num_waiting)
 
     def open(self) -> None:
-        """Serves requests from now on, and reports this in health."""
+        """Reports in health from now on whether requests are served."""
         self._is_open = True
         self._report_health()
 
@@ -124,7 +126,7 @@ class RequestTable:
 
     @property
     def obstacle(self) -> str:
-        """Why a request would not be served now, other than a full queue; empty if nothing prevents it."""
+        """Why requests are not served now, apart from a full queue or a busy tenant; empty if they are served."""
         if self.is_draining:
             return "the scheduler drains: it takes no new requests"
         if self._obstacles:
@@ -132,11 +134,11 @@ class RequestTable:
         return ""
 
     def has_obstacle(self, obstacle: str) -> bool:
-        """Returns whether new requests wait for something, which is named in words."""
+        """Returns whether an obstacle, named in words, makes new requests wait."""
         return obstacle in self._obstacles
 
     def set_obstacle(self, obstacle: str, is_there: bool) -> bool:
-        """Notes whether new requests wait for something, named in words; returns whether that is a change."""
+        """Notes whether an obstacle, named in words, makes new requests wait; returns whether that is a change."""
         changed = is_there != (obstacle in self._obstacles)
         (self._obstacles.add if is_there else self._obstacles.discard)(obstacle)
         if changed:
@@ -151,12 +153,12 @@ class RequestTable:
 
     @property
     def num_running(self) -> int:
-        """Samples that hold blocks."""
+        """Samples that hold blocks; in a router, samples that engines have; in a separate front end, 0."""
         return self._engine.loads.running
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for blocks, for their tokenization, or for their request's first token."""
+        """Samples that wait for blocks, tokenization, their request's first token or, in a router, an engine."""
         return self._engine.loads.waiting + self._arriving + self._followers
 
     def loads(self) -> pb.GetLoadsResponse:
@@ -164,7 +166,7 @@ class RequestTable:
         if self.reported_loads is not None:
             return self.reported_loads
         loads = self._engine.loads
-        # Waiting samples have no blocks yet; only a router may know how much of them is cached.
+        # Waiting samples have no blocks yet; only a router may know how many tokens of their prompts are cached.
         waiting = sum(
             max(0, len(generation.request.prompt_ids) - generation.request.expected_cached_tokens)
             for generation in self._live.values()
@@ -193,9 +195,10 @@ class RequestTable:
 
     @contextlib.contextmanager
     def arriving(self, request_id: str, tenant: str = "", samples: int = 1) -> Iterator[None]:
-        """Counts a request as waiting while it is checked and tokenized. Raises if the request would be refused now.
+        """Counts a request as waiting while it is checked and tokenized.
 
-        samples: how many it asks for. If nothing waits, they may exceed the bound.
+        samples: how many the request asks for; if nothing waits, this number may exceed the bound. Raises
+        DrainingError, RequestExistsError, TenantBusyError and QueueFullError if the request would be refused now.
         """
         samples = max(1, min(samples, MAX_SAMPLES))
         self._check_id(tenant, request_id)
@@ -217,11 +220,11 @@ class RequestTable:
             self._arriving -= samples
 
     def check_samples(self, prompts: int, samples: int) -> None:
-        """Raises InvalidField if one call asks for more samples than may wait at any time."""
+        """Raises InvalidField if a call with several prompts asks for more samples than may ever wait."""
         samples = max(1, min(samples, MAX_SAMPLES))
         if prompts > 1 and prompts * samples > self.max_waiting:
             raise InvalidField(
-                "prompt", f"{prompts} prompts with {samples} samples each are more than {self.max_waiting}, the bound"
+                "prompt", f"has {prompts} prompts with {samples} samples each: at most {self.max_waiting} may wait"
             )
 
     @contextlib.contextmanager
@@ -244,10 +247,11 @@ class RequestTable:
 
     @contextlib.contextmanager
     def submit(self, stream: Stream, output: array[int] = NO_TOKENS, *, is_follower: bool = False) -> Iterator[None]:
-        """Starts a request that was counted as arriving. Leaving the context frees all that it held.
+        """Starts a request that was counted as arriving. Leaving the context frees all that the request held.
 
-        output: ids that the first sample generated elsewhere and after which it continues. is_follower: whether this is
-        another sample of an accepted request, which is neither refused nor counted now.
+        output: ids that another engine generated and that the first sample continues. is_follower: whether this is
+        another sample of an accepted request, to which neither bounds nor draining apply. Raises DrainingError,
+        RequestExistsError, and ModelNotFoundError if the adapter is no longer loaded.
         """
         samples = [generation.request for generation in stream.generations]
         first = samples[0]
@@ -283,7 +287,7 @@ class RequestTable:
                     self._idle.set()
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Returns the adapters' names of running and of waiting requests. May be called from any thread."""
+        """Returns the names of adapters that running, and that waiting, requests use. May be called from any thread."""
         used = [
             (generation.request.adapter.name, generation.admitted)
             for generation in list(self._live.values())
@@ -293,7 +297,7 @@ class RequestTable:
         return sorted(running), sorted(waiting)
 
     def _change_adapters(self, changes: Sequence[AdapterChange]) -> None:
-        """Ends requests whose adapter the executor no longer has."""
+        """Applies changes of the adapters; fails requests whose adapter the executor no longer has."""
         self.adapters.change(changes)
         found = {adapter.adapter_id for adapter in self.adapters.all}
         for arrival, generation in self._live.items():
@@ -347,14 +351,14 @@ class RequestTable:
             else:
                 self._publish(generation, token_id, meta, updates.at)
             published += not generation.request.is_prewarm
-        # Excludes tokens that a step computed after the end of an output.
+        # Excludes tokens that a step computed after the end of an output, and the tokens of prewarming requests.
         self.metrics.output_tokens.inc(published)
         for at, tokens in earlier.items():
             self.metrics.inter_token.observe(updates.at - at, tokens)
         self._flusher.flush()
 
     def _note(self, updates: RequestUpdates) -> None:
-        """Counts what callers are told at the end."""
+        """Counts events in the metrics and in the usage of samples."""
         for arrival in updates.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:
                 generation.started_at = updates.at
@@ -385,7 +389,7 @@ class RequestTable:
                 generation.most_kept = max(generation.most_kept, tokens)
 
     def abort(self, message: pb.AbortRequestsRequest) -> int:
-        """Ends live requests with their output so far; returns how many."""
+        """Ends live requests with their output so far, or only counts them with validate_only; returns their number."""
         named = self._live.values() if message.all else self._by_abort_id.get(message.request_id, ())
         found = [
             generation
@@ -403,7 +407,7 @@ class RequestTable:
         self._engine.cancel(generation.request.arrival)
 
     def _aborted_elsewhere(self, arrival: int) -> None:
-        """Ends all samples of a request, one of which the engine has ended."""
+        """Ends all samples of a request after its engine has aborted one of the samples."""
         if (aborted := self._live.get(arrival)) is not None:
             request = aborted.request
             self.abort(pb.AbortRequestsRequest(request_id=request.caller_id, tenant_id=_tenant(request)))
@@ -413,7 +417,7 @@ class RequestTable:
             generation.fail(error)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests and waits for the running ones, for at most `seconds`."""
+        """Takes no more requests; waits at most `seconds` for live requests, and fails the rest with DrainingError."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -439,7 +443,7 @@ class RequestTable:
         if attempt.preempted:
             if admission.has_onloads:
                 self.metrics.swaps.inc()
-            # Otherwise, its blocks were still cached, except for the last.
+            # If fewer tokens are missing, all blocks but the last were still cached, and nothing counts.
             elif admission.cached_tokens + self.model.layout.block_size < len(attempt.token_ids):
                 self.metrics.recomputations.inc()
 
@@ -475,14 +479,14 @@ class RequestTable:
             self._engine.cancel(generation.request.arrival)
         if first or generation.finished or generation.is_gathered:
             generation.notify()
-        # At its first token, the prompt is computed and can be forked. A sequence that evicts has private blocks and
-        # scores, which no other sequence can know.
+        # At the first token of a sample, the prompt is computed, and other samples can fork the sequence. A sequence
+        # that evicts has private blocks and scores, which no other sequence can share.
         parent = meta.sequence if meta and not generation.policy else 0
         for request in self._take_followers(generation):
             self._engine.start(AdmissionAttempt(request, request.prompt_ids, parent=parent))
 
     def _take_followers(self, generation: Generation) -> Sequence[Request]:
-        """Removes and returns the other samples of its request, which have not been started."""
+        """Removes and returns the other samples of the request, which have not been started."""
         followers, generation.followers = generation.followers, ()
         self._followers -= len(followers)
         return followers
@@ -498,4 +502,4 @@ class RequestTableSource(Protocol):
 
     @property
     def requests(self) -> RequestTable:
-        """Raises NotReadyError before that."""
+        """Raises NotReadyError while the process has no request table."""

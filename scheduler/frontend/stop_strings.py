@@ -7,7 +7,7 @@ class StopStrings:
     """Takes text in chunks and returns it as soon as it cannot be part of a stop string."""
 
     def __init__(self, stops: Iterable[str], *, included: bool = False) -> None:
-        """included: whether the text ends with the stop string or before it."""
+        """included: whether the text includes the stop string that ends it."""
         self._stops = tuple(stops)
         self._included = included
         self._longest = max(map(len, self._stops), default=0)

@@ -5,9 +5,10 @@ from protos.rpc.identity import Identity, PermissionDeniedError
 
 
 def check_tenant(identity: Identity | None, named: str | None, field: str) -> str:
-    """Returns the caller's tenant, empty for none.
+    """Returns the tenant of the caller's token or, without one, the named tenant; empty for none.
 
-    named: the tenant that the request names. field: where it is named. Raises PermissionDeniedError.
+    named: the tenant that the request names. field: the field that names this tenant. Raises PermissionDeniedError if
+    the request names another tenant than the token.
     """
     if identity is None or not identity.tenant:
         return named or ""
@@ -19,7 +20,7 @@ def check_tenant(identity: Identity | None, named: str | None, field: str) -> st
 
 
 def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
-    """Replaces salt, session and tenant by those bound to the caller; returns the tenant, empty for none.
+    """Binds salt, session and tenant to the tenant of the caller's token, if any; returns the tenant, empty for none.
 
     Raises InvalidField and PermissionDeniedError.
     """

@@ -1,4 +1,4 @@
-"""Validates a message and turns it into a Request. Every rule for callers' values is here, for gRPC and HTTP."""
+"""Validates a message and turns it into one Request per sample. gRPC and HTTP share these rules for callers' values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ MAX_LOGPROBS = 20
 MAX_BIASES, MAX_BIAS = 1024, 100
 MAX_BAD_WORDS, MAX_BAD_RUNS = 64, 256
 MAX_FORM_BYTES = 262_144
-# Beyond these bounds, logits leave the range of float32.
+# Least and greatest values. The bounds of presence_penalty and frequency_penalty are OpenAI's; the other bounds keep
+# logits well within the range of float32.
 SAMPLING_BOUNDS = {
     "temperature": (0, 100),
     "repetition_penalty": (0.01, 100),
@@ -68,7 +69,7 @@ MAX_HINTS_BYTES = 65_536
 # Most requests that one call aborts by their ids.
 MAX_ABORTED = 1024
 MAX_ARGUMENTS_BYTES = 65_536
-# Whole numbers up to this are exact as doubles, into which protobuf converts all numbers.
+# Whole numbers up to this are exact as doubles; protobuf's Struct converts all numbers to doubles.
 _EXACT = 1 << 53
 # The longest google.protobuf.Duration, in seconds.
 MAX_SECONDS = 315_576_000_000
@@ -88,9 +89,9 @@ class Breakpoint(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A conversation as templates read it, and how. use: how the output may use tools. size: bytes of all texts.
+    """A conversation as templates read it. how: how to render it. use: how the output may use tools.
 
-    tools: that may be called. form: what calls force on the output, if anything.
+    size: bytes of all texts. tools: that may be called. form: what calls force on the output, if anything.
     """
 
     messages: list[dict[str, Any]]
@@ -101,14 +102,14 @@ class Conversation(NamedTuple):
     form: common.StructuredOutput | None = None
 
     def forced_schemas(self) -> Iterator[tuple[str, str]]:
-        """Yields the schemas of arguments that calls have, each with its field."""
+        """Yields the field and the schema of each tool's arguments, if calls are forced to follow the schema."""
         for index, tool in enumerate(self.tools):
             if (self.use.is_required or tool.strict) and self.use.name in ("", tool.name):
                 yield f"chat.tools[{index}].function.parameters", arguments_schema(tool)
 
 
 class RequestValidator:
-    """Validates requests. Raises InvalidField and ModelNotFoundError; a returned request can run."""
+    """Validates requests. Raises InvalidField, ModelNotFoundError, and PassedOnError if the executor cannot compile."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class RequestValidator:
             try:
                 await self._grammars.compile(form, field)
             except InvalidField:
-                # A part that is at fault says more than the whole.
+                # The error of a single part is more precise than the error of the whole form.
                 parts = _tag_schemas(field, form) if conversation is None or is_own else conversation.forced_schemas()
                 for part, schema in parts:
                     await self._grammars.compile(common.StructuredOutput(json_schema=schema), part)
@@ -214,7 +215,7 @@ class RequestValidator:
             self._grammars.forget()
 
     def output_of(self, request: Request, token_ids: Sequence[int]) -> array[int]:
-        """Returns the output that a request has from elsewhere and after which it continues."""
+        """Returns ids that another engine has generated and that the request continues. Raises InvalidField."""
         if len(token_ids) >= request.max_tokens:
             raise InvalidField("output_token_ids", f"must be fewer than max_tokens, which is {request.max_tokens}")
         self._check_ids("output_token_ids", token_ids)
@@ -248,9 +249,9 @@ class RequestValidator:
         return adapter
 
     async def encode(self, message: pb.StreamGenerateRequest, *, add_special: bool = True) -> array[int]:
-        """Returns the ids of the prompt, however many; validates only its model and its text.
+        """Returns the ids of the prompt, however many; validates only the model and the prompt, with its tools.
 
-        add_special: whether those of a text have the special tokens that the tokenizer adds.
+        add_special: whether a text gets the special tokens that the tokenizer adds.
         """
         _check_size(message)
         self.check_model(message.model)
@@ -273,7 +274,7 @@ class RequestValidator:
         *,
         add_special: bool = True,
     ) -> tuple[array[int], Sequence[int]]:
-        """Returns the prompt's ids, and the number before each breakpoint. Raises TooLongError for more than `most`."""
+        """Returns the prompt's ids, and the number of ids before each breakpoint. Raises TooLongError beyond `most`."""
         if conversation is not None:
             return await self._chat_ids(conversation, breakpoints, most)
         match message.WhichOneof("input"):
@@ -292,7 +293,7 @@ class RequestValidator:
         truncation = message.prompt_truncation
         if not truncation.HasField("max_tokens"):
             output = message.max_tokens if message.HasField("max_tokens") else 1
-            # At least one: the error is then that max_tokens does not fit.
+            # At least one token stays, so that the error says that max_tokens does not fit.
             return max(1, min(self.model.max_tokens - 1, self.model.longest(policy) - output))
         if truncation.max_tokens < 1:
             raise InvalidField("prompt_truncation.max_tokens", "must be at least 1")
@@ -305,7 +306,7 @@ class RequestValidator:
         breakpoints: Sequence[Breakpoint],
         kept: int | None,
     ) -> tuple[array[int], Sequence[int]]:
-        """Returns the prompt's ids, and the number before each breakpoint. kept: tokens kept of a longer prompt."""
+        """Returns the prompt's ids, and the number of ids before each breakpoint. kept: ids kept of a longer prompt."""
         field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
             ids, ends = await self._encode(message, conversation, breakpoints, fits if kept is None else None)
@@ -346,8 +347,8 @@ class RequestValidator:
         if use.names and not use.is_required and not self.model.output_forms.calls:
             raise InvalidField(
                 "chat.tools",
-                "cannot be used: the model's chat template does not show in which form it writes calls, and no setting "
-                "TOOL_CALL_PARSER says it",
+                "cannot be used: the chat template does not show in which form the model writes calls, and no setting "
+                "TOOL_CALL_PARSER names the form",
             )
         if use.single and not use.is_required and not self.model.output_forms.has_calls:
             raise InvalidField("chat.single_tool_call", "is not supported: calls are not looked for in the output")
@@ -380,7 +381,7 @@ class RequestValidator:
         if size == 0:
             raise InvalidField(field, "must not be empty")
         if size > self._max_prompt_bytes:
-            raise InvalidField(field, f"has {size} bytes; at most {self._max_prompt_bytes} are taken")
+            raise InvalidField(field, f"has {size} bytes; at most {self._max_prompt_bytes} are allowed")
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         size = self.model.vocab_size
@@ -434,7 +435,7 @@ class RequestValidator:
         if message.max_tokens > fits:
             said = f"is more than fits after {prompt_tokens} prompt tokens, which is {fits}"
             raise ContextLengthError("max_tokens", said)
-        # A prompt cannot be computed without its last token's output, which is then dropped.
+        # Computing a prompt always samples a token. With max_tokens 0, this token is dropped.
         return max(1, message.max_tokens)
 
 
@@ -639,7 +640,10 @@ def _comparison(cache: pb.CacheOptions) -> str | None:
 
 
 def _marked(cache: pb.CacheOptions, options: CacheOptions, ends: Sequence[int]) -> CacheOptions:
-    """Returns the options; with store_marked_only, only the prompt up to the last breakpoint is stored."""
+    """Returns the options; with store_marked_only, only the prompt up to the last breakpoint is stored.
+
+    If there is no breakpoint then, the cache is neither read nor written. ends: tokens before each breakpoint.
+    """
     if not cache.store_marked_only:
         return options
     if not ends:
@@ -672,7 +676,8 @@ def _breakpoints(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
 def _breakpoint_ranges(breakpoints: Sequence[Breakpoint], ends: Sequence[int]) -> list[common.RetentionRange]:
     """Returns retention requests for the prompt's tokens. ends: tokens before each breakpoint.
 
-    The prompt up to a breakpoint is also before every later one: a range is kept as long as the longest of these.
+    A range that ends at a breakpoint also precedes all later breakpoints. The range gets the highest priority and the
+    longest duration of this breakpoint and the later breakpoints; no duration, which means forever, is the longest.
     """
     ranges, start = [], 0
     for index, end in enumerate(ends):
@@ -736,7 +741,7 @@ def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
         if requested.HasField("end") and requested.end <= requested.start:
             raise InvalidField(f"{field}.end", "must be greater than start")
         if previous_end is None or requested.start < previous_end:
-            raise InvalidField(f"{field}.start", "lies in another range")
+            raise InvalidField(f"{field}.start", "lies within another range")
         previous_end = requested.end if requested.HasField("end") else None
         if requested.HasField("retention_duration"):
             _duration(f"{field}.retention_duration", requested.retention_duration)

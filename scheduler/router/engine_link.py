@@ -35,7 +35,8 @@ NO_BLOCKS_SECONDS = 2.5
 # How often silence is counted, and how much of it counts each time at most: while this process itself was stalled, its
 # engines were not silent.
 TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
-# An engine that refused a request because it was not ready gets no other request for this long.
+# How long an engine gets no requests after it refused a request that another engine may take. Engines of a shard whose
+# cache manager is silent are avoided for as long.
 AVOID_SECONDS = 1.0
 # Weight of a new duration in the mean duration of requests.
 _WEIGHT = 0.1
@@ -46,7 +47,7 @@ log = structlog.get_logger()
 
 
 async def describe(address: str, security: Security) -> pb.GetEngineResponse:
-    """Returns what an engine says of itself. Raises AioRpcError."""
+    """Returns what an engine says of itself. Raises AioRpcError, AddressError."""
     async with open_channel(address, security) as channel:
         stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
         return await stub.GetEngine(pb.GetEngineRequest(), timeout=CALL_SECONDS)
@@ -64,7 +65,7 @@ class EngineLink:
         # Whether its address is no longer listed.
         self.is_leaving = False
         self.has_other_model = False
-        # What prevents requests, as it says, or why the link is not open; empty if nothing does.
+        # What prevents requests, in the engine's words, or why the link is not open; empty if nothing prevents them.
         self.obstacle = "it has not answered yet"
         # Whether its executor, or its cache manager, does not answer.
         self.executor_silent = self.cachemgr_silent = False
@@ -74,13 +75,14 @@ class EngineLink:
         # Adapters that requests to it may name, by name.
         self.adapters: dict[str, Adapter] = {}
         self.rates = Rates()
-        # Since the router started: samples sent, their prompt tokens, and how many of these were expected to be cached.
+        # Since the link was made: samples sent, their prompt tokens, and how many of these were expected to be cached.
         self.routed_requests = self.routed_tokens = self.expected_tokens = 0
-        # When it last got a prompt that no engine had cached, in seconds of the monotonic clock.
+        # When it last got a prompt of which it had nothing cached, in seconds of the monotonic clock.
         self.cold_at = 0.0
         self._security = security
         self._loads_at = self._measured_at = 0.0
-        # Samples and uncached prompt tokens given to it since it last reported its load.
+        # Since it last reported its load: samples given to it, less those that have ended; and uncached prompt tokens
+        # given to it, less those computed.
         self._given, self._given_tokens = 0, 0
         # Prompt tokens that its last reported load counts as queued but that have been computed since.
         self._computed_tokens = 0
@@ -108,7 +110,7 @@ class EngineLink:
         if not self.obstacle and self.is_leaving:
             return "its address is no longer listed: it gets no new requests"
         if not self.obstacle and now < self._avoided_until:
-            return f"it has refused a request, and gets no other within {AVOID_SECONDS:g} s"
+            return f"it is avoided for {AVOID_SECONDS:g} s: it refused a request, or its cache manager is silent"
         return self.obstacle
 
     @property
@@ -150,7 +152,7 @@ class EngineLink:
         return max(0, self.loads.running_requests + self.loads.waiting_requests + self._given)
 
     def age_of_rates(self, now: float) -> float:
-        """Returns the seconds since the engine last measured the time of a prompt token."""
+        """Returns the seconds since the engine's measured time of a prompt token last changed."""
         return now - self._measured_at
 
     def queued_tokens(self, now: float) -> float:
@@ -185,7 +187,7 @@ class EngineLink:
             self._commands.put_nowait(pb.StreamRequestsRequest(cancel=pb.CancelRequest(request_id=request_id)))
 
     def avoid(self, now: float) -> None:
-        """Keeps requests from the engine for a while, because it was not ready after all."""
+        """Keeps requests from the engine for AVOID_SECONDS."""
         self._avoided_until = now + AVOID_SECONDS
 
     def ended(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Where a router's engines are: addresses, names that stand for several addresses, and files with one per line."""
+"""Where a router's engines are: addresses, names that stand for several addresses, and files that list addresses."""
 
 from __future__ import annotations
 

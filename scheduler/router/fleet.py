@@ -34,7 +34,7 @@ BLOCKS_AT_ONCE = 512
 # Seconds within which connections that break at the same time are noticed.
 NOTICED_SECONDS = 0.2
 
-# Expected length of an output until one has ended, and the weight of each output in the mean length.
+# Expected length of an output before any output has ended, and the weight of each output in the mean length.
 FIRST_OUTPUT_TOKENS, _OUTPUT_WEIGHT = 128.0, 0.02
 
 log = structlog.get_logger()
@@ -176,7 +176,7 @@ class Fleet:
         return samples
 
     def has_room_beside(self, link: EngineLink, routed: Routed) -> bool:
-        """Returns whether another engine takes a sample that this one has no room for."""
+        """Returns whether another engine takes a sample that this engine has no room for."""
         now, adapter = time.monotonic(), routed.attempt.request.adapter
         others = (other for other in self.links.values() if other is not link)
         return any(other.has_room and other.serves(adapter) and not other.obstacle_at(now) for other in others)
@@ -241,13 +241,13 @@ class Fleet:
         self._send(attempt, prepared)
 
     def _prepared(self, task: asyncio.Task[None]) -> None:
-        """Reports a failed preparation, because the request would wait forever."""
+        """Reports a failed preparation to `on_failure`, because the request would wait forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request could not be sent to an engine", exc_info=error)
             self._on_failure()
 
     async def _hash(self, attempt: AdmissionAttempt, spaces: Collection[KeySpace]) -> Mapping[KeySpace, array[int]]:
-        """Returns a prompt's keys; reuses the last computed keys for an equal prompt, as of a request's samples."""
+        """Returns a prompt's keys; reuses the last computed keys for an equal prompt, as of samples of one request."""
         cache = attempt.request.cache
         prompt = (cache.salt, attempt.request.adapter_id, frozenset(spaces), attempt.token_ids)
         if self._hashed[0] != prompt:
@@ -338,7 +338,7 @@ class Fleet:
             routed.link.note_computed(routed.started_at, len(routed.attempt.token_ids) - routed.expected)
 
     def note_output(self, tokens: int) -> None:
-        """Takes the number of tokens of a sample that ended by itself, to predict the length of other outputs."""
+        """Takes the number of output tokens of a sample that its engine has ended, to predict the length of outputs."""
         self._mean_output += _OUTPUT_WEIGHT * (tokens - self._mean_output)
 
     def end(self, routed: Routed) -> None:
@@ -380,7 +380,7 @@ class Fleet:
         for space in known:
             keys[space] = prepared.keys[space] if space in prepared.keys else self._keys(space, attempt)
             same = [owner for owner, its_space in zip(owners, spaces, strict=True) if its_space == space]
-            # What the view has learned meanwhile is newer.
+            # The view is newer than what the look-up found.
             matches |= self._view.match(same, keys[space])
         rates = levelled([link.rates for link in links], [link.age_of_rates(now) for link in links])
         candidates = [

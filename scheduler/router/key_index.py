@@ -28,18 +28,22 @@ log = structlog.get_logger()
 
 
 class KeyIndex:
-    """Answers only while it knows executors: if Redis fails or is late, it is not asked until it answers again."""
+    """Answers only while it knows executors.
+
+    If Redis fails or is late, no prompt is looked up until `run` has read the executors again.
+    """
 
     def __init__(self, url: str) -> None:
         self._redis = open_redis(url)
         # The executors that were asked for and are in Redis.
         self.executors: dict[str, IndexedExecutor] = {}
-        # Exchanges with Redis that nobody may await any more. None is cancelled: its connection would be in doubt.
+        # Exchanges with Redis that have not ended, even if their caller no longer waits. Only `close` cancels them: a
+        # cancellation leaves the connection in an unknown state.
         self._exchanges: set[asyncio.Task[Any]] = set()
         self._said = ""
 
     async def run(self, wanted: Callable[[], Iterable[str]]) -> None:
-        """Reads the executors with these ids again and again, until cancelled."""
+        """Reads the executors with these ids every READ_SECONDS, until cancelled."""
         while True:
             ids = list(wanted())
             try:
@@ -165,7 +169,7 @@ class KeyIndex:
 
 
 def _tier(executor: IndexedExecutor, value: bytes | None) -> int | None:
-    """Returns the tier of a block, None if the executor does not have it or had it only before it began anew."""
+    """Returns the tier of a block, 0 for the device; None if the executor lacks the block or the entry is outdated."""
     if value is None:
         return None
     try:

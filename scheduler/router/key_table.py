@@ -1,4 +1,4 @@
-"""Numbers by 64-bit keys, in arrays: thousands of keys are looked up at once, and an entry takes 20 to 40 bytes."""
+"""Numbers by 64-bit keys, in arrays: thousands of keys are looked up at once; an entry mostly takes 20 to 40 bytes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ class RouterMetrics:
 
         self.requests = counter("routed_requests", "Samples sent to engines, by engine.", "engine")
         self.routed_tokens = counter("routed_tokens", "Prompt tokens of samples sent to engines.")
-        self.expected_tokens = counter("expected_cached_tokens", "Of these, the cached tokens that were expected.")
+        self.expected_tokens = counter(
+            "expected_cached_tokens", "Routed prompt tokens that were expected to be cached."
+        )
         self.regret_tokens = counter("regret_tokens", "Cached tokens that were expected and not found.")
         self.continued = counter("continued_requests", "Samples that were started again on another engine.")
         self.lookups = counter(

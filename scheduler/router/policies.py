@@ -11,13 +11,13 @@ from scheduler.router.expected_seconds import Candidate, seconds_of_streams, sec
 
 # Costs that are this close count as equal: a share of the smaller cost, plus seconds. Measurements are not more exact.
 TIE_SHARE, TIE_SECONDS = 0.02, 0.002
-# Extra weight of a prompt token's cost to others, scaled by the share of busy engines: it delays later prompts, and
-# evicts a token that has to be computed again. Found with `python -m bench fleet`.
+# Extra weight of a prompt token's cost to other requests, scaled by the share of busy engines: the token delays later
+# prompts, and evicts a token that has to be computed again. Found with `python -m bench fleet`.
 TOKEN_COSTS_OTHERS = 2.0
 # The policy `prefix` follows a prefix of at least this share of the prompt, until the loads differ by more than
 # IMBALANCE samples and by IMBALANCE_FACTOR. The bounds are those of routers without events.
 PREFIX_SHARE, IMBALANCE, IMBALANCE_FACTOR = 0.5, 32, 1.5
-# Blocks that the policy `prefix` remembers of each engine.
+# Blocks that the policy `prefix` remembers of each engine, and sessions that the policy `cost` remembers.
 REMEMBERED_BLOCKS = 1 << 16
 
 
@@ -81,7 +81,10 @@ class Session:
 
 
 class Prefix:
-    """Chooses the engine that got the longest prefix of the prompt, going by this router's own decisions alone."""
+    """Chooses the engine that got the longest prefix of the prompt, going by this router's own decisions alone.
+
+    If that prefix is short, or the loads differ much, chooses by load.
+    """
 
     reads_caches = False
 

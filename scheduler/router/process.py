@@ -114,7 +114,7 @@ class Router:
         return self._described
 
     async def start(self) -> None:
-        """Waits for an engine, however long, and serves. Raises UnusableModelError."""
+        """Waits for an engine, however long, and serves. Raises UnusableModelError, AddressError."""
         settings = self._settings
         engine = self._described = await self._first_engine()
         self._requests = requests = RequestTable(
@@ -154,7 +154,7 @@ class Router:
             self.failed.set()
 
     async def drain(self) -> None:
-        """Takes no more requests and waits for the running ones."""
+        """Takes no more requests and waits for the live requests; fails those that are left after `drain_seconds`."""
         if self._requests is not None:
             await self._requests.drain(self._settings.drain_seconds)
 
@@ -203,7 +203,7 @@ class Router:
         return None
 
     async def _find_engines(self, first: pb.GetEngineResponse, reports: EngineReports) -> None:
-        """Keeps a link to every engine. An engine whose address is gone gets no more requests, but finishes its own."""
+        """Keeps a link to every engine. An engine whose address is gone finishes its requests, but gets no more."""
         while True:
             found = await self._list.addresses()
             for address in found:
@@ -222,7 +222,10 @@ class Router:
             await asyncio.sleep(LOOKUP_SECONDS)
 
     async def _watch(self, requests: RequestTable, reports: EngineReports) -> None:
-        """Reports in health whether an engine takes requests, and follows the cache managers of all engines."""
+        """Reports in health whether an engine takes requests, and follows the cache managers of all engines.
+
+        Also moves the samples of quiet engines, updates the metrics, and sweeps the view.
+        """
         has_served = False
         while True:
             open_links = [link for link in self.fleet.links.values() if link.is_open]

@@ -45,10 +45,10 @@ class RouterSettings(HttpSettings):
         (),
         validate_default=False,
         description="Engines, by the gRPC address of each scheduler, with commas between them. `dns:///name:port` "
-        "stands for every address of a name, `file:///path` for every line of a file; both are read again and again.",
+        "stands for every address of a name, `file:///path` for every line of a file; both are read every few seconds.",
     )
     model: str = Field(
-        "", description="Name of the model of all engines; empty is that of the engine that answers first."
+        "", description="Name or hub id of the model of all engines; empty is that of the engine that answers first."
     )
     address: Address = Field("127.0.0.1:50054", description="Where the router serves generation.")
     http_address: MetricsAddress = Field(

@@ -23,7 +23,7 @@ from scheduler.router.expected_seconds import Match
 from scheduler.router.key_space import KeySpace
 from scheduler.router.key_table import KeyTable, Numbers
 
-# Bits of a mask for each lane, which hold the number of a tier, 0 for none.
+# Number of bits of a lane in a mask, and a lane with all bits set. The bits hold the number of a tier, 0 for none.
 _WIDTH, _LANE = 2, 3
 # Keys of a prompt that are looked up first: few prompts are cached beyond their beginning.
 _FIRST_KEYS = 64
@@ -47,7 +47,7 @@ class KnownExecutor:
     """An executor as its cache manager announces it.
 
     pool_id: the pool whose blocks count: with several layer groups, the pool with full attention, which keeps the whole
-    prefix, or else the first. lane: the part of the blocks' masks that says what this pool has.
+    prefix, or else the first. lane: offset of the bits in the blocks' masks that say what this pool has.
     """
 
     space: KeySpace

@@ -182,7 +182,7 @@ def test_a_rule_for_all_and_a_rule_that_replaces_another_are_asked_about(stack: 
         for line in (("--no-store",), ("--start", "16", "--priority", "80")):
             done = ask(environment(stack), "n", "rules", "set", "asked", *line)
             assert done.status == 4
-            assert "Make rule asked, which all requests meet: order 0, " in done.err
+            assert "Make rule asked, which matches all requests: order 0, " in done.err
         assert kvctl.data("rules", "list")["rules"] == []
         assert kvctl.run("rules", "set", "asked", "--salt", "a", "--priority", "80").status == 0
         for answer, status, match in (("n", 4, {"salt": "a"}), ("y", 0, {"salt": "b"})):

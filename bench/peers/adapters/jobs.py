@@ -19,8 +19,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """Requests that arrive at once. reuse: whether prefixes are reused. ahead: all but the first request wait until the
-    first request has its first token."""
+    """Requests that arrive at once.
+
+    reuse: whether prefixes are reused. ahead: all but the first request wait until the first request has its first
+    token.
+    """
 
     prompts: Sequence[Sequence[int]]
     output_tokens: int

@@ -26,7 +26,7 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """Starts this program again with the libraries that must be there first."""
+    """Restarts this program with its libraries preloaded; does nothing after the restart."""
     if "LD_PRELOAD" in os.environ:
         return
     found = list({path.name: str(path) for path in PRELOADED if path.exists()}.values())

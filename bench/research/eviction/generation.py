@@ -90,7 +90,10 @@ def _blocks(first: int, tokens: int) -> tuple[int, ...]:
 def measure(
     model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], policies: Sequence[str], budget: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields one record per window and policy: ROUGE of the output against the full cache's output, and both texts."""
+    """Yields one record per window and policy: the text, and its ROUGE against the full cache's text.
+
+    The record of the full cache has only the text.
+    """
     for number, prompt in enumerate(prompts):
         outputs = Generation(model, prompt).outputs(policies, budget)
         texts = {name: tokenizer.decode(tokens) for name, tokens in outputs.items()}

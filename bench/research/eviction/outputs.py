@@ -51,7 +51,7 @@ class Outputs:
 
 
 def relative_error(recording: Recording, cache: Cache, sequence: SequenceState, tokens: Sequence[int]) -> float:
-    """Norm of the difference of this sequence's outputs from the recorded outputs, relative to these; layers' mean.
+    """Relative L2 error of this sequence's outputs of attention against the recorded outputs, as the mean over layers.
 
     tokens: the recorded tokens. Every layer gets its recorded input, not the output of the previous layer.
     """

@@ -143,7 +143,7 @@ def stream_bins(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def streams(records: Sequence[Record], size: int) -> str:
-    """A table of the perplexity of each bin, with its ratio to a cache computed anew."""
+    """A table of the perplexity of each bin, with its ratio to the perplexity of a recomputed cache."""
     bins = stream_bins(records)
     fresh = bins[FRESH]
     others = [kind for kind in bins if kind != FRESH]

@@ -1,4 +1,4 @@
-"""Bootstrap intervals over text windows. Windows vary more than policies: these are compared window by window."""
+"""Bootstrap intervals over text windows. Windows vary more than policies, so policies are compared within windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interval:
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Bootstrap mean over windows. Lists of equal length use the same resamples."""
+    """The mean over windows, with its bootstrap interval. Lists of equal length use the same resamples."""
     known = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(_SEED).integers(len(known), size=(RESAMPLES, len(known)))
     low, high = np.percentile(known[drawn].mean(axis=1), (2.5, 97.5))

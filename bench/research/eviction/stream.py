@@ -18,7 +18,7 @@ CHUNK = 64
 BIN = 1000
 # Values of EvictionPositions.
 POSITIONS = {"absolute": 1, "compacted": 2}
-# Computes the cache anew for each bin, as a baseline: it shows how hard the text of the bin is.
+# Recomputes the cache for each bin, as a baseline that shows how hard the text of the bin is.
 FRESH = "computed anew"
 
 

@@ -85,7 +85,7 @@ class BlockCopier:
         target.store(*slot, data)
 
     def _good(self, copy: Copy) -> tuple[Bytes, int]:
-        """Returns the bytes of the source and their checksum, which is verified on the way to a higher tier."""
+        """Returns the source's bytes and checksum, verified on the way to a higher tier. Raises CacheSlotError."""
         source, slot = self._files[copy.source_tier], (copy.group, copy.source)
         if not source.generation(*slot):
             raise CacheSlotError("the slot holds nothing")

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 # A slow disk must not delay copies between memories.
 DISK_THREADS = 2
-# How long a step waits for copies to a disk of the blocks in its slots; after that, these copies are lost.
+# How long a step waits for its slots if copies to a disk use them; then copies that have not begun are given up.
 STALL_SECONDS = 1.0
 # How long a step waits for any other copy: a copy that hangs must not block the device forever.
 LONGEST_WAIT_SECONDS = 20.0
@@ -34,7 +34,7 @@ class StuckCopyError(Exception):
 
 
 class LostSourceError(Exception):
-    """The source of a copy never came, or was given up because a step could not wait any longer."""
+    """The source of a copy was never written, or was given up because a step could not wait any longer."""
 
 
 class CopyThreads:
@@ -63,7 +63,10 @@ class CopyThreads:
         return bool(self._order)
 
     def submit(self, copies: Sequence[Copy], ended: Ended, after: Any = None) -> None:
-        """Begins copies after all that were begun earlier. after: handed to `run`."""
+        """Submits copies; at each slot, copies run in the order in which they were submitted.
+
+        ended: called once per copy, in another thread. after: handed to `run`.
+        """
         if not self._started:
             self._start()
         metrics.PENDING_COPIES.inc(len(copies))
@@ -71,10 +74,10 @@ class CopyThreads:
             self._dispatch([job for copy in copies if self._order.add(job := Job(copy, ended, after))])
 
     def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Waits until no copy writes what the caller will read, or reads what it will write; returns the seconds.
+        """Waits until no copy writes what the caller will read, or uses what it will write; returns the seconds.
 
         Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not block the
-        device. Raises StuckCopyError if a copy that has begun does not end within LONGEST_WAIT_SECONDS.
+        device. Raises StuckCopyError if copies still use such slots after LONGEST_WAIT_SECONDS.
         """
         with self._changed:
             left = [slot for slot in reads if self._order.is_written(slot)]

@@ -51,7 +51,7 @@ class _Copy(ctypes.Structure):
 
 
 class CudaDriver:
-    """The calls that copy. Their threads must have a current device."""
+    """The driver's calls that copy. A thread that calls must have a current CUDA device."""
 
     def __init__(self) -> None:
         # CUDA runs here, so its driver is there.

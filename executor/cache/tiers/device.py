@@ -46,7 +46,7 @@ class DeviceBlocks(Protocol):
         ...
 
     def staging(self, size: int) -> Bytes:
-        """Returns memory on the host, pinned if that helps the device."""
+        """Returns `size` bytes of memory on the host, pinned if that helps the device."""
         ...
 
     def register(self, memory: Bytes) -> None:

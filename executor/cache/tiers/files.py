@@ -25,7 +25,7 @@ LOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class FileSettings:
-    """Folder and bytes of a tier's file, with the variables that set them. in_memory: whether it fills memory."""
+    """Folder and bytes of a tier's file, with the variables that set them. in_memory: whether the file fills memory."""
 
     folder: Path
     size: int
@@ -35,13 +35,16 @@ class FileSettings:
 
 
 def file_name(tier: str, executor_id: str) -> str:
-    """Returns an executor's file name: the allowed characters of its id, and a digest of the id."""
+    """Returns an executor's file name: the tier, the id with "-" for characters not allowed, and a digest of the id."""
     readable = re.sub(r"[^A-Za-z0-9_-]", "-", executor_id)[:64]
     return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
 
 
 def check_space(settings: FileSettings) -> None:
-    """Raises CacheFileError if a tier of this size certainly does not fit, long before `open_file` allocates it."""
+    """Raises CacheFileError if a tier of this size certainly does not fit, or its folder cannot be used.
+
+    Creates the folder. Called long before `open_file` allocates the file.
+    """
     if not settings.size:
         return
     try:

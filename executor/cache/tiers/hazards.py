@@ -101,7 +101,7 @@ class CopyHazards:
         return ready + _released(job.until_ended)
 
     def readers(self, slot: SlotRef) -> list[Job]:
-        """Returns the open copies that have not read this slot yet."""
+        """Returns the open copies that have yet to read this slot, of those added after the last writer of the slot."""
         use = self._uses.get(slot)
         return [] if use is None else list(use.readers)
 

@@ -17,10 +17,11 @@ class CacheSlotError(Exception):
 
 
 class SlotFile(ABC):
-    """Slots are numbered from 1. The caller makes sure that no other thread uses the slot meanwhile.
+    """Slots are numbered from 1. The caller makes sure that no other thread uses the slot during a call.
 
-    A slot is filled in this order: `claim`, bytes into `buffer`, `store`, `commit`. An interruption in between, even
-    the end of the process, leaves generation 0. All methods may raise OSError.
+    A slot is filled in this order: `claim`, bytes into `buffer`, `store`, `commit`. A `buffer` outside the slot may be
+    filled before `claim`. An interruption after `claim`, even the end of the process, leaves generation 0. All methods
+    may raise OSError, and those that read also CacheSlotError.
     """
 
     tier: Tier
@@ -41,7 +42,7 @@ class SlotFile(ABC):
         return int(self._table[group, slot - 1]["generation"])
 
     def checksum(self, group: int, slot: int) -> int:
-        """The checksum of a slot's bytes that `commit` got."""
+        """The checksum of a slot's bytes, as it was given to `commit`."""
         return int(self._table[group, slot - 1]["checksum"])
 
     def claim(self, group: int, slot: int) -> None:

@@ -66,14 +66,14 @@ class Tiers:
         return self._copier.busy
 
     def begin(self, copies: Sequence[Copy], ended: Ended) -> None:
-        """Begins copies that are not within the device, after all copies begun earlier.
+        """Begins copies that are not within the device; at each slot, copies run in the order of submission.
 
         ended: called once per copy, in another thread.
         """
         self._copier.submit(copies, ended, self._device.mark())
 
     def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Waits until these slots can be read and written; returns the seconds that it took."""
+        """Waits until these slots can be read and written; returns the seconds. Raises StuckCopyError."""
         return self._copier.wait(reads, writes)
 
     def snapshot(self) -> Snapshot:

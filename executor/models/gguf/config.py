@@ -31,8 +31,8 @@ def configuration(file: GgufFile) -> PretrainedConfig:
         raise ModelError(f"the GGUF file {file.path} has no general.architecture in its metadata")
     if architecture not in _FAMILIES:
         raise FamilyError(
-            f"{architecture}: the executor serves GGUF files of the architectures {', '.join(_FAMILIES)}; "
-            "serve the model's safetensors"
+            f"{architecture}: the executor serves GGUF files of the architectures {', '.join(_FAMILIES)}, and other "
+            "models as safetensors; this is a GGUF file of another architecture"
         )
     fields = _Fields(file, architecture)
     heads = fields.whole("attention.head_count")
@@ -99,8 +99,8 @@ class _Fields:
         """Raises FamilyError for any value except the only served one."""
         if (found := self._value(name, value)) != value:
             raise FamilyError(
-                f"{self._prefix}{name} of the GGUF file {self._file.path} is {found!r}: the executor serves {value!r} "
-                "only"
+                f"{self._prefix}{name} of the GGUF file {self._file.path} is {found!r} (the executor serves {value!r} "
+                "only)"
             )
 
     def refuse_others(self) -> None:
@@ -108,8 +108,8 @@ class _Fields:
         names = {name.removeprefix(self._prefix) for name in self._file.metadata if name.startswith(self._prefix)}
         if others := sorted(names - self._asked - _SILENT):
             raise FamilyError(
-                f"the GGUF file {self._file.path} has {self._prefix}{others[0]}, whose meaning the executor does not "
-                "know: serve the model's safetensors"
+                f"serve the model's safetensors instead: {self._prefix}{others[0]}, whose meaning the executor does "
+                f"not know, is a field of the GGUF file {self._file.path}"
             )
 
     def _value(self, name: str, otherwise: Any) -> Any:
@@ -125,12 +125,15 @@ class _Fields:
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
-    """Returns the rotary embedding, without the frequencies that a tensor changes."""
+    """Returns the rotary embedding's parameters, without the divisors that a tensor of the file may hold."""
     theta = fields.number("rope.freq_base", 10000.0)
     # A file with only a factor means linear scaling.
     kind, factor = fields.text("rope.scaling.type", "linear"), fields.number("rope.scaling.factor", 1.0)
     if kind not in ("none", "linear"):
-        raise FamilyError(f"rope.scaling.type {kind}: the executor serves GGUF files with none or linear scaling")
+        raise FamilyError(
+            f"rope.scaling.type {kind}: the executor serves GGUF files with none or linear scaling; this file has "
+            "another scaling"
+        )
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_type": "linear", "rope_theta": theta, "factor": factor}

@@ -177,7 +177,10 @@ class _Vocabulary:
         return pairs
 
     def template(self, *, begins: bool) -> processors.PostProcessor | None:
-        """Adds the tokens around a text that the file asks for. begins: whether one precedes the text by default."""
+        """Returns what adds the tokens around a text that the file asks for; None if the file asks for none.
+
+        begins: whether the token that begins a text is added by default.
+        """
         around = {
             name: self.token(name)
             for name, given in (("bos", begins), ("eos", False))

@@ -41,7 +41,8 @@ from scheduler.frontend.openai.requests import (
 )
 from scheduler.frontend.openai.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 
-# JSON escapes lengthen a text at most by this factor; other fields come on top.
+# Escapes in JSON lengthen a text at most by this factor, except those of control characters and needless escapes. Other
+# fields come on top.
 BODY_FACTOR, BODY_BYTES = 3, 1 << 16
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -54,9 +55,9 @@ NO_ORIGINS = Origins()
 _ADAPTER_NAMES = (("name", "lora_name"), ("path", "lora_path"))
 
 Called = Annotated[Caller, Depends(caller_of)]
-BEARER = "A token of the server's tokens file; any token without one."
+BEARER = "A token of the server's tokens file. A server without a tokens file accepts any token."
 
-# A plain answer. Errors are still JSON, which a separate response class would deny.
+# A plain answer. With a separate response class, the description would say that errors are plain text, too.
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 # The schema of each event, as in OpenAPI 3.2.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -109,7 +110,7 @@ def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]
     @router.get("/ping", response_class=Response, responses={200: {"description": "Requests are served."}})
     @router.post("/ping", include_in_schema=False)
     async def health() -> Response:
-        """200 while requests are served, 503 before and after."""
+        """200 while requests are served, otherwise 503."""
         if service.obstacle:
             raise NotReadyError(service.obstacle, retry_after=1.0)
         return Response()
@@ -121,7 +122,7 @@ def _watching(service: GenerationService, collect: Callable[[], Awaitable[bytes]
 
     @router.get("/metrics", response_class=Response, responses=_TEXT)
     async def metrics() -> Response:
-        """Metrics of the process, for Prometheus."""
+        """Metrics of the server, including those of all its front ends, for Prometheus."""
         return Response(await collect(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     return router
@@ -155,7 +156,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
 
     @generating.post("/v1/completions", responses=_generated(responses.Completion))
     async def completions(request: CompletionRequest, caller: Called) -> Response:
-        """Continuations of one text or several: the choices of the first text come first."""
+        """Continuations of one prompt or several: the choices of the first prompt have the first indices."""
         builder = CompletionResponseBuilder(
             service.model(request.model),
             translate.request_id(request) or f"cmpl-{internal_request_id()}",
@@ -195,7 +196,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
 
     @tokenizing.get("/tokenizer_info")
     async def tokenizer_info() -> responses.TokenizerInfo:
-        """Special tokens and chat template, as clients need them that render conversations themselves."""
+        """Special tokens and chat template, for clients that render conversations themselves."""
         return responses.tokenizer_info(service.model())
 
     return generating, tokenizing
@@ -261,7 +262,7 @@ def _managing(admin: SchedulerAdminService, guard: Guard, bodies: BodyLimits) ->
 
     @unloading.post("/v1/unload_lora_adapter", response_class=Response, responses=_TEXT)
     async def unload_lora_adapter(request: UnloadAdapterRequest, caller: Called) -> Response:
-        """Refuses new requests for an adapter; its memory is freed when running ones have ended."""
+        """Refuses new requests for an adapter; its memory is freed when running requests have ended."""
         request.check()
         message = pb.UnloadAdapterRequest(name=request.lora_name)
         try:
@@ -283,7 +284,7 @@ def _aborting(service: GenerationService, guard: Guard, bodies: BodyLimits) -> A
     @aborting.post("/abort_requests", include_in_schema=False)
     @aborting.post("/abort_request")
     async def abort(request: AbortRequest, caller: Called) -> responses.Aborted:
-        """Ends running requests: their answers end with what there is of them, and with the finish reason "abort"."""
+        """Ends running requests: their answers have the output so far, and the finish reason "abort"."""
         request.check()
 
         async def operate(message: pb.AbortRequestsRequest) -> int:
@@ -330,7 +331,7 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
 
 
 def _options(request: Generation) -> dict[str, bool]:
-    """Returns which events of a stream have the usage, and whether answers have token ids."""
+    """Returns which events of a stream have the usage, and whether answers have token ids and prompt logprobs."""
     asked = request.stream_options
     return {
         "include_usage": bool(asked and asked.include_usage),

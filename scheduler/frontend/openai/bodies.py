@@ -27,7 +27,7 @@ class BodyLimits:
 
     @contextlib.contextmanager
     def limiting(self, request: Request) -> Iterator[Receive]:
-        """Surrounds the reading of a body. Raises HTTPException if it is compressed, too slow or too large."""
+        """Surrounds reading of a body. Raises HTTPException for a compressed, slow or large body, or a full server."""
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise HTTPException(415, "the body is compressed: send it without Content-Encoding")
         receive, length = request.receive, request.headers.get("content-length", "")
@@ -50,7 +50,7 @@ class BodyLimits:
             arrived = not message.get("more_body", False)
             size += len(body)
             if size > self._max_body_bytes or (length.isdecimal() and int(length) > self._max_body_bytes):
-                raise HTTPException(413, f"the body is longer than the {self._max_body_bytes} bytes that are taken")
+                raise HTTPException(413, f"the body is longer than the {self._max_body_bytes} bytes that are allowed")
             more = max(size - FREE_BYTES, 0) - held
             if more > self._free:
                 raise HTTPException(503, "the server holds as many bytes of requests as it may", {"Retry-After": "1"})

@@ -34,7 +34,7 @@ _ANTHROPIC = {
 
 
 def prompt_cache_diagnostics(diagnosis: pb.CacheDiagnosis) -> PromptCacheDiagnostics:
-    """Returns OpenAI's shape. It has no reason for an unchanged but uncached prompt: its miss is "unavailable"."""
+    """Returns OpenAI's shape, which has no reason for an unchanged, uncached prompt: such a miss is "unavailable"."""
     if diagnosis.outcome == pb.CACHE_OUTCOME_COMPARISON_NOT_FOUND:
         return {"type": "comparison_response_not_found"}
     if diagnosis.outcome == pb.CACHE_OUTCOME_HIT:
@@ -67,7 +67,10 @@ def diagnostics(diagnosis: pb.CacheDiagnosis) -> Diagnostics | None:
 
 
 def add(answer: dict[str, Any], usage: pb.Usage, shapes: Collection[str], block_size: int) -> None:
-    """Adds the comparison to an answer in the requested shapes. usage: of the first sample, which alone has one."""
+    """Adds the comparison to an answer in the requested shapes, and a report. usage: of the first sample.
+
+    Only the first sample has a comparison. Without a comparison, Anthropic's shape is null.
+    """
     if usage.HasField("cache_diagnosis"):
         if "prompt_cache_diagnostics" in shapes:
             answer["prompt_cache_diagnostics"] = prompt_cache_diagnostics(usage.cache_diagnosis)
@@ -79,7 +82,7 @@ def add(answer: dict[str, Any], usage: pb.Usage, shapes: Collection[str], block_
 
 
 def report(usage: pb.Usage, block_size: int) -> CacheReport:
-    """Returns what only the owner of the blocks knows. The reason is that of the first missed token."""
+    """Returns the comparison with what only the cache manager knows. reason: why the first missed token was missed."""
     diagnosis = usage.cache_diagnosis
     miss = _first_miss(usage, block_size) if usage.HasField("prefix_miss") else None
     reason: str | None

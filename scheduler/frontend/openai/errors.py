@@ -101,7 +101,7 @@ class ApiError(Exception):
 
 
 def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> ApiError:
-    """Converts an error of the service. names: the messages' fields in the request, most specific first."""
+    """Converts an error of the service. names: fields of messages and their names over HTTP, most specific first."""
     param, message = None, error.message
     for field in error.fields:
         renamed = field if isinstance(error, FieldError) else rename(field, names)
@@ -152,7 +152,7 @@ def _param(path: Sequence[str | int]) -> str:
 
 
 def from_http(error: HTTPException, request: Request, routes: Sequence[APIRoute]) -> ApiError:
-    """Converts errors of an unknown path, a wrong method, or a too long or unreadable body. routes: of the API."""
+    """Converts errors of the framework and of BodyLimits: of the path, the method or the body. routes: of the API."""
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     message, headers = error.detail, dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:

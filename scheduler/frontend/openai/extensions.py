@@ -99,7 +99,7 @@ RetentionSeconds = Annotated[
 ]
 
 
-# Stops at the first error: a caller is told only one.
+# Stops at the first error: a caller is told only one error.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 # More fields than any object has. An object with more fields is refused before its fields are read.
@@ -145,7 +145,7 @@ class CacheControl(StrictModel):
 
 
 class PromptCacheBreakpoint(StrictModel):
-    """OpenAI's name for cache_control. Without a ttl, the request's ttl counts."""
+    """OpenAI's name for cache_control. Without a ttl, the ttl of prompt_cache_options counts, or else 30 minutes."""
 
     mode: Literal["explicit"] = "explicit"
     ttl: Seconds | None = None
@@ -155,9 +155,13 @@ class PromptCacheOptions(StrictModel):
     """OpenAI's options for how the prompt is cached."""
 
     mode: Literal["implicit", "explicit"] = Field(
-        "implicit", description='With "explicit" only the prompt up to its last breakpoint is stored.'
+        "implicit",
+        description='With "explicit" only the prompt up to its last breakpoint is stored. Without a breakpoint, the '
+        "cache is then neither read nor written.",
     )
-    ttl: Seconds | None = Field(None, description="How long the prompt, and each breakpoint without a ttl, is kept.")
+    ttl: Seconds | None = Field(
+        None, description='How long each breakpoint without a ttl is kept and, with "implicit", the whole prompt.'
+    )
     prewarm: bool | None = Field(None, description="The prompt is computed and stored, and no token is generated.")
     comparison_response_id: Text | None = Field(
         None,
@@ -239,7 +243,7 @@ class HintAction(StrictModel):
 
 
 def short(value: object, most: int) -> object:
-    """Returns the value, which may be any JSON. Raises ValueError if it has more bytes or is nested too deeply."""
+    """Returns the value, which may be any JSON. Raises ValueError for more than `most` bytes, or too deep a nesting."""
     try:
         size = len(json.dumps(value))
     except RecursionError as error:

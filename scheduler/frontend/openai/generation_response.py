@@ -60,7 +60,7 @@ class GenerationResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError before anything is sent."""
+        """Runs the request. Raises ApiError, but only before anything is sent."""
         work = self._send_events(scope, send) if self._stream else self._send_whole(scope, receive, send)
         await self._while_connected(receive, work)
 

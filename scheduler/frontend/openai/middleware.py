@@ -30,7 +30,7 @@ IN_FLIGHT = Gauge("kvkeep_http_in_flight", "HTTP requests being served.", multip
 
 # Key in the scope: the status of an error after another status was sent.
 FAILED = "kvkeep.failed"
-# The route of unknown paths: callers choose these.
+# Stands for every unknown path in metrics and logs: callers could choose any number of paths.
 NO_ROUTE = "other"
 # As in nginx: the caller left before the whole answer was sent.
 LEFT = 499
@@ -101,7 +101,7 @@ class AccessLogMiddleware:
 
 
 def _end(line: LogLine, scope: Scope, status: int) -> None:
-    """Ends a line. status: of the answer, or of the error that cut it off."""
+    """Ends a line. status: of the answer, or of the error that cut it off, or LEFT."""
     route = getattr(scope.get("route"), "path_format", NO_ROUTE)
     REQUESTS.labels(route, str(status)).inc()
     SECONDS.labels(route).observe(time.monotonic() - line.started)

@@ -241,7 +241,7 @@ class Message(LenientModel):
     meant: ClassVar = {"text": "content"}
 
     role: Text = Field(json_schema_extra={"minLength": 1})
-    # Absent in an assistant's tool calls.
+    # Absent in an assistant's message that only calls tools.
     content: (
         Annotated[
             Items[Annotated[TextPart, ObjectWith("type and text")]],
@@ -256,7 +256,7 @@ class Message(LenientModel):
     reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
     tool_calls: Items[ToolCall] | None = Field(None, description="The assistant's calls of tools.")
     tool_call_id: Text | None = Field(None, description="The call that the message answers; for the role tool only.")
-    # Stands for that of the last part.
+    # Counts as the cache_control of the last part if that part has none.
     cache_control: CacheControl | None = None
 
 
@@ -329,7 +329,7 @@ class FunctionName(LenientModel):
 
 
 class ToolChoice(LenientModel):
-    """Which tools are called: one function, or as a word says."""
+    """Which tools are called: one function by its name, or none, any, or at least one."""
 
     type: Literal["function", "none", "auto", "required"]
     function: FunctionName | None = None
@@ -354,7 +354,7 @@ class Tooled(LenientModel):
             WithJsonSchema({"anyOf": [{"enum": list(_WORDS)}, _NAMED_CHOICE]}),
         ]
         | None
-    ) = Field(None, description="Whether they are called; auto when absent.")
+    ) = Field(None, description="Whether tools are called; auto when absent.")
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
         yield from super().objects()
@@ -416,7 +416,7 @@ class Generation(LenientModel):
         "routed_experts_prompt_start routed_experts_start_len spaces_between_special_tokens"
     )
 
-    model: Text = Field("", description="Empty is the served one.")
+    model: Text = Field("", description="Empty is the served model.")
     n: Uint32 | None = Field(None, json_schema_extra=bounds(1, validation.MAX_SAMPLES))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -449,15 +449,16 @@ class Generation(LenientModel):
     return_token_ids: bool | None = Field(None, description="The answer has the ids of the prompt and of the output.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = Field(
         None,
-        description="So many tokens of the prompt stay, the last ones; -1 are as many as fit together with max_tokens.",
+        description="Number of prompt tokens that stay; -1 keeps as many as fit together with max_tokens. The last "
+        "tokens stay, unless truncation_side is right.",
         json_schema_extra={"not": {"const": 0}},
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where truncate_prompt_tokens takes tokens away; left when absent."
+        None, description="The side of the prompt where truncate_prompt_tokens removes tokens; left when absent."
     )
     prompt_logprobs: Uint32 | None = Field(
         None,
-        description="Alternatives to each token of the prompt; the request uses no cached blocks. Not in streams.",
+        description="Number of alternatives to each prompt token. The request uses no cached blocks. Not in streams.",
         json_schema_extra=bounds(0, validation.MAX_LOGPROBS),
     )
     logit_bias: dict[str, float] | None = Field(
@@ -466,12 +467,14 @@ class Generation(LenientModel):
         json_schema_extra={"maxProperties": validation.MAX_BIASES},
     )
     min_tokens: Uint32 | None = Field(
-        None, description="No end before so many tokens, in which no stop text is looked for."
+        None, description="Fewest tokens of the output; a stop text in the text of these tokens does not end it."
     )
     bad_words: Items[Text] | None = Field(
         None, description="The output has none of them.", json_schema_extra={"maxItems": validation.MAX_BAD_WORDS}
     )
-    allowed_token_ids: Items[Uint32] | None = Field(None, description="The only tokens of the output, but its end.")
+    allowed_token_ids: Items[Uint32] | None = Field(
+        None, description="The only ids that the output may have, besides ids that end it."
+    )
     # The form of the output.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -482,22 +485,20 @@ class Generation(LenientModel):
     regex: FormText | None = Field(None, description="As structured_outputs.regex.")
     ebnf: FormText | None = Field(None, description="As structured_outputs.grammar.")
     json_schema: Schema | None = Field(None, description="As structured_outputs.json.")
-    request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
+    request_id: Text | None = Field(None, description="Names the request; unique among the tenant's running requests.")
     rid: Text | None = Field(None, description="Another name of request_id.")
     # Fields of the cache.
-    priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
+    priority: Int32 | None = Field(None, description="Scheduling priority: requests with a higher priority run first.")
     cache_salt: Text | None = Field(
         None, description="Only requests with an equal salt share cached blocks.", json_schema_extra={"minLength": 1}
     )
-    extra_key: Text | None = Field(
-        None, description="The cache_salt of requests that name none.", json_schema_extra={"minLength": 1}
-    )
+    extra_key: Text | None = Field(None, description="Another name of cache_salt.", json_schema_extra={"minLength": 1})
     session_id: Text | None = Field(
         None,
-        description="Conversation of the retention requests: those of a later request replace those of an earlier one.",
+        description="The conversation. Retention requests of a later request replace those of an earlier request.",
         json_schema_extra={"minLength": 1},
     )
-    prompt_cache_key: Text | None = Field(None, description="The session_id of requests that name none.")
+    prompt_cache_key: Text | None = Field(None, description="Used as session_id where session_id is absent.")
     prompt_cache_options: PromptCacheOptions | None = None
     diagnostics: Diagnostics | None = None
     prompt_cache_retention: RetentionSeconds | None = Field(
@@ -543,12 +544,12 @@ class Templated(Tooled):
     )
     continue_final_message: bool | None = Field(None, description="The output continues the last message.")
     chat_template_kwargs: TemplateArguments | None = Field(
-        None, description="Variables of the chat template, which passes over those that it does not read."
+        None, description="Variables of the chat template, which ignores variables that it does not read."
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None,
-        description="A variable of the chat template; where it is given, enable_thinking is another, "
-        'false for "none" and else true.',
+        description="A variable of the chat template. It also sets enable_thinking, unless chat_template_kwargs does: "
+        'false for "none", otherwise true.',
     )
 
 
@@ -580,7 +581,7 @@ class ChatCompletionRequest(Generation, Templated):
     max_completion_tokens: Uint32 | None = None
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
-    parallel_tool_calls: bool | None = Field(None, description="False ends the output behind its first call.")
+    parallel_tool_calls: bool | None = Field(None, description="False ends the output after its first call.")
     include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
@@ -620,7 +621,7 @@ _UNCOUNTED = _refused("truncate_prompt_tokens truncation_side")
 
 
 class TokenizeRequest(Templated):
-    """POST /tokenize: a text or a conversation. A completion request can be sent as it is, to count its tokens."""
+    """POST /tokenize: a text or a conversation. A completion request can be sent unchanged, to count its tokens."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -646,8 +647,8 @@ class TokenizeRequest(Templated):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None,
-        description="Those that the tokenizer adds; true for a prompt when absent. Only false for messages, whose "
-        "template has them.",
+        description="Whether to include the special tokens that the tokenizer adds; true for a prompt when absent. "
+        "Must not be true with messages, whose template has these tokens.",
     )
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
@@ -668,9 +669,9 @@ class LoadAdapterRequest(LenientModel):
     unsupported: ClassVar = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
     ignored: ClassVar = frozenset({"lora_int_id"})
 
-    lora_name: Text = Field(description="Name that requests call it by.", json_schema_extra={"minLength": 1})
+    lora_name: Text = Field(description="Name by which requests call the adapter.", json_schema_extra={"minLength": 1})
     lora_path: Text = Field(
-        description="Folder that PEFT has saved, below that of KVKEEP_EXECUTOR_ADAPTER_DIR, also relative to it.",
+        description="Folder that PEFT has saved, below KVKEEP_EXECUTOR_ADAPTER_DIR; may be relative to that folder.",
         json_schema_extra={"minLength": 1},
     )
 
@@ -684,9 +685,9 @@ class UnloadAdapterRequest(LenientModel):
 
 
 class AbortRequest(LenientModel):
-    """POST /abort_request with SGLang's fields, and POST /abort_requests with vLLM's: one of the three."""
+    """POST /abort_request with SGLang's fields, and POST /abort_requests with vLLM's. Exactly one field is given."""
 
-    # Of SGLang's, for its own processes.
+    # Fields of SGLang, for its own processes.
     ignored: ClassVar = _names("abort_message finished_reason")
 
     rid: Text | None = Field(

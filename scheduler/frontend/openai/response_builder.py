@@ -54,7 +54,8 @@ class ResponseBuilder(ABC):
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._prompt_logprobs = prompt_logprobs
-        # For each sample, the ids of its prompt, and that prompt's first sample, whose message describes the prompt.
+        # By index of a sample: the ids of its prompt, and the index of the first sample with this prompt, whose first
+        # piece has the prompt's log-probabilities.
         self._prompt_ids: dict[int, array[int]] = {}
         self._firsts: dict[int, int] = {}
         self._scored: dict[int, Sequence[pb.TokenLogprobs]] = {}
@@ -121,7 +122,7 @@ class ResponseBuilder(ABC):
     def chunk(
         self, piece: pb.StreamGenerateResponse, usages: Iterable[pb.Usage], *, first: bool, offset: int
     ) -> dict[str, Any] | None:
-        """Returns an event of a stream. usages: of all samples so far. offset: characters of the sample before it.
+        """Returns an event of a stream. usages: of all samples so far. offset: the sample's characters before `piece`.
 
         Returns None if there is nothing to send: a chunk may have tokens whose text is held back.
         """
@@ -146,7 +147,7 @@ class ResponseBuilder(ABC):
             cache_report.add(answer, sample.usage, self._comparisons, self._model.layout.block_size)
 
     def usage_chunk(self, usages: Iterable[pb.Usage]) -> dict[str, Any]:
-        """Returns the last event of a stream."""
+        """Returns the event with the usage, which only [DONE] follows."""
         answer = self._answer(self.chunk_object, [])
         answer["usage"] = responses.usage(usages)
         return answer
@@ -275,7 +276,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def __init__(
         self, *args: Any, echoed: Sequence[str | Sequence[int]] = (), is_truncated: bool = False, **options: Any
     ) -> None:
-        """echoed: the prompts, if each sample's text begins with its prompt. is_truncated: whether they may be cut."""
+        """echoed: the prompts, if each sample's text begins with its prompt. is_truncated: whether these may be cut."""
         super().__init__(*args, **options)
         self._echoed = echoed
         self._is_truncated = is_truncated
@@ -315,7 +316,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def tokens(self, piece: pb.StreamGenerateResponse, offset: int) -> dict[str, Any]:
         leading, scored = self._leading.pop(piece.sample_index, ((), ()))
         # The first token of a prompt has no log-probability, because nothing precedes it. An aborted request may also
-        # lack those of the last tokens.
+        # lack the log-probabilities of the last tokens.
         of_prompt = [None, *scored, *[None] * len(leading)][: len(leading)]
         pairs = list(zip([*leading, *piece.token_ids], [*of_prompt, *piece.logprobs], strict=True))
         texts = [self._model.token_text(token_id) for token_id, _ in pairs]

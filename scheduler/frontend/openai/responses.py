@@ -23,7 +23,10 @@ _FINISH: dict[int, FinishReason] = {
 
 
 class PromptTokensDetails(TypedDict):
-    """Tokens of the prompt from the cache and to it, and tokens of any kind copied to the device from lower tiers."""
+    """Prompt tokens that were cached, and prompt tokens that the request left in the cache.
+
+    host_tokens and disk_tokens: tokens whose blocks were copied to the device from a lower tier, output included.
+    """
 
     cached_tokens: int
     cache_write_tokens: int
@@ -61,7 +64,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry per token in each list."""
+    """One entry per token in each list; a token of an echoed prompt may have null for its log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -121,7 +124,7 @@ class ToolCall(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The output. content: null beside calls or reasoning alone. reasoning: the same as reasoning_content."""
+    """The output. content: null if there are only calls or reasoning. reasoning: the same as reasoning_content."""
 
     role: Literal["assistant"]
     content: str | None
@@ -154,7 +157,7 @@ class CompletionChoice(TypedDict):
 
 
 class PromptCacheDiagnostics(TypedDict):
-    """OpenAI's words for a comparison with an earlier response. Of a miss it has the tokens and a reason."""
+    """OpenAI's words for a comparison with an earlier response. Only a miss has a reason and numbers of tokens."""
 
     type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
     reason: NotRequired[str]
@@ -183,9 +186,9 @@ class Diagnostics(TypedDict):
 
 
 class FirstMiss(TypedDict):
-    """The first whole block of the prompt that was not cached, counted in tokens from the prompt's begin.
+    """The first whole block of the prompt that was not cached. token: position of its first token in the prompt.
 
-    removed_seconds_ago, priority: of a block that was removed. for_request: the caller's own request that got its slot.
+    removed_seconds_ago, priority: of a block that was removed. for_request: the caller's own request that got the slot.
     """
 
     token: int
@@ -211,7 +214,7 @@ class CacheReport(TypedDict):
 
 
 class Answer(TypedDict):
-    """Common fields of all responses. retention and kv_hints: outcomes of the request's own."""
+    """Common fields of all responses. retention: outcomes of retention requests, or of rules. kv_hints: of hints."""
 
     id: str
     object: str
@@ -278,7 +281,7 @@ class TokenizerInfo(TypedDict):
 
 
 class Aborted(TypedDict):
-    """Answer of /abort_request: so many requests end."""
+    """Answer of /abort_request: the number of requests that end."""
 
     aborted_requests: int
 

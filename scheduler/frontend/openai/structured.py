@@ -139,7 +139,7 @@ class StructuredOutputs(StrictModel):
 
 
 def form_of(request: "Generation") -> Form | None:
-    """Returns the form that a request asks for, if any. Raises FieldError for several forms."""
+    """Returns the form that a request asks for, if any. Raises FieldError for several or incomplete forms."""
     forms = list(_forms(request))
     if len(forms) > 1:
         raise FieldError(forms[1][0], f"cannot be given together with {forms[0][0]}")

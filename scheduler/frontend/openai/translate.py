@@ -32,7 +32,7 @@ from scheduler.frontend.validation import MAX_BREAKPOINTS
 
 # OpenAI's default for completions; a conversation has no bound except the context.
 COMPLETION_TOKENS = 16
-# Retention priority of cache_control and prompt_cache_retention: above the default of 35, below operators' rules.
+# Retention priority of breakpoints and prompt_cache_retention: above the default of 35, below 100, which pins have.
 CACHED_PRIORITY = 80
 # OpenAI's lifetime of a breakpoint, in seconds.
 DEFAULT_TTL = 1800.0
@@ -77,7 +77,7 @@ NAMES: Names = (
 
 
 def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
-    """Converts a conversation. Raises InvalidField for a field that no message has."""
+    """Converts a conversation. Raises InvalidField for fields that are unknown, unsupported or contradictory."""
     request.check()
     message = _generation(request)
     message.chat.CopyFrom(conversation(request.messages, request, request.prompt_cache_options))
@@ -93,14 +93,14 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
 
 
 def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
-    """Returns one message per prompt. Raises InvalidField for a field that no message has."""
+    """Returns one message per prompt. Raises InvalidField for fields that are unknown, unsupported or contradictory."""
     request.check()
     shared = _generation(request)
     shared.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if _is_prewarm(request):
         shared.max_tokens = 0
     if shared.cache.HasField("comparison_request_id") and len(request.prompt) > 1:
-        raise InvalidField("prompt", "must be a single one for a comparison with another response")
+        raise InvalidField("prompt", "must be a single prompt for a comparison with another response")
     options = request.prompt_cache_options
     if options is not None and options.ttl is not None and options.mode == "implicit":
         if shared.cache.retention_ranges:
@@ -195,7 +195,8 @@ def conversation(
 ) -> pb.ChatInput:
     """Returns the messages with their cache breakpoints, and how to render them.
 
-    Raises InvalidField for a message without content, and for arguments that no message can hold.
+    Raises InvalidField for a message without content that is not the assistant's, for contradictory fields, and for
+    arguments that no message can hold.
     """
     chat = pb.ChatInput(
         add_generation_prompt=how.add_generation_prompt, continue_final_message=how.continue_final_message
@@ -249,7 +250,7 @@ def _call(call: ToolCall) -> pb.ToolCall:
 
 
 def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
-    """Adds the tools. Raises InvalidField for tools that are too large, and for one that no JSON text can hold."""
+    """Adds the tools. Raises InvalidField for tools that are too large, or that no JSON text can hold."""
     texts, size = [], 0
     for index, tool in enumerate(request.tools or ()):
         try:
@@ -270,7 +271,7 @@ def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
 
 
 def request_id(request: Generation) -> str | None:
-    """Returns the id that the caller gives the request."""
+    """Returns the id that the caller gives the request; None if there is none."""
     return request.rid if request.request_id is None else request.request_id
 
 
@@ -282,8 +283,8 @@ def _arguments(how: Templated) -> dict[str, object]:
     if effort is None:
         return arguments
     if arguments.get("reasoning_effort") not in (None, effort):
-        raise InvalidField("reasoning_effort", "cannot be given together with another one in chat_template_kwargs")
-    # As in vLLM: templates that do not know efforts may know this.
+        raise InvalidField("reasoning_effort", "must be the same as in chat_template_kwargs")
+    # As in vLLM: a template that does not read reasoning_effort may read enable_thinking.
     return {"enable_thinking": effort != "none"} | arguments | {"reasoning_effort": effort}
 
 
@@ -372,7 +373,7 @@ def _cache(request: Generation) -> pb.CacheOptions:
     compared = None if options is None else options.comparison_response_id
     previous = None if asked is None else asked.previous_message_id
     if previous is not None and compared not in (None, previous):
-        raise InvalidField("diagnostics.previous_message_id", "cannot be another one than comparison_response_id")
+        raise InvalidField("diagnostics.previous_message_id", "must be the same as comparison_response_id")
     if (named := compared if previous is None else previous) is not None:
         cache.comparison_request_id = named
     cache.store_marked_only = options is not None and options.mode == "explicit"

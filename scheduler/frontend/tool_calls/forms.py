@@ -149,7 +149,7 @@ FORMS: Mapping[str, Form] = {
     "pythonic": pythonic,
     "mistral": mistral,
 }
-# Marks of templates with other forms, which may also contain a mark of these forms.
+# Marks of templates with other forms. Such a template may also contain one of _MARKS.
 _OTHERS = re.compile(r"<function=|<arg_key>|<function_calls>")
 _MARKS: tuple[tuple[str, str], ...] = (
     ("mistral", r"\[TOOL_CALLS\]"),

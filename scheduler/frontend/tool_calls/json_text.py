@@ -12,18 +12,18 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPED = re.compile(r'["\\/bfnrt]')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
-# Unpaired surrogates, as escapes.
+# The first and the second surrogate of a pair, as escapes.
 _FIRST_HALF, _SECOND_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 # Replaces an unpaired surrogate, which a caller could not send back.
 _REPLACEMENT = "\\ufffd"
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
-# Python does not parse longer whole numbers.
+# Most characters of a number: Python does not parse whole numbers of more than 4,300 digits.
 _MAX_SCALAR = 4000
 
 
 def read_value(source: Source, write: Write, levels: int = MAX_LEVELS) -> Steps[None]:
-    """Reads a value. Raises MismatchError if the text is not JSON."""
+    """Reads a value. Raises MismatchError if the text is not JSON, or is nested more than `levels` deep."""
     match (yield from source.peek()):
         case '"':
             yield from _read_string(source, write)

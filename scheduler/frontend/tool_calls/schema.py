@@ -59,5 +59,5 @@ def _moved(schema: dict[str, Any], place: str) -> Any:
                 return found | {"$ref": place + pointer}
         return found
 
-    # With its $id, its references would stay within it.
+    # With an $id, the moved schema's references would resolve against this $id and miss the new place.
     return rewritten({keyword: value for keyword, value in schema.items() if keyword != "$id"}, change)

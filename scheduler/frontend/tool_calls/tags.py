@@ -16,7 +16,8 @@ _BREAK = re.compile(rf"{HERMES_BEGIN}(\\n|\n)")
 def strict_calls(tools: Sequence[Tool], form: str, template: str, *, single: bool) -> common.StructuralTags | None:
     """Returns the tags of calls in a form of FORMS, as a chat template shows it.
 
-    single: only one call is wanted. None without a strict tool, and for forms without marks of calls.
+    Tools that are not strict may have any arguments. single: only one call is wanted. None without a strict tool, and
+    for forms other than hermes and mistral.
     """
     if not any(tool.strict for tool in tools):
         return None

@@ -48,7 +48,7 @@ class Answers:
         self._prompt_ids = samples[0].prompt_ids
 
     def of(self, chunk: pb.StreamGenerateResponse) -> Iterator[vllm.GenerateResponse]:
-        """Yields the answers to a chunk with its usage; a sample's last answer lacks the stop string that ended it."""
+        """Yields the answers to a chunk, which has a usage. No answer names the stop string that ended the sample."""
         sample = self._samples[chunk.sample_index]
         if not chunk.sample_index:
             # The first sample's first chunk comes before those of all other samples, which share its prompt.

@@ -1,7 +1,7 @@
 """Events about what an engine's cache holds for a caller's requests, in the shared contract of gateways.
 
-Gateways find blocks by their tokens, and know neither salts nor adapters. So a subscriber is told only the blocks that
-its own requests could use. Each subscription begins with everything, so that a gateway that was away misses nothing.
+Gateways find blocks by their tokens, and know neither salts nor adapters. So a subscriber is told only about blocks
+that its own requests could use. Each subscription begins with all such blocks: a gateway that was away misses nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KvEvents:
     async def batches(
         self, executor: execution_pb2.GetExecutorResponse, salt: str | None, number: int
     ) -> AsyncGenerator[smg.KvEventBatch]:
-        """Yields the batches after `number`. salt: the salt of the subscriber's requests. Raises EventsEndedError."""
+        """Yields batches, numbered from `number` + 1. salt: of the subscriber's requests. Raises EventsEndedError."""
         told = Told(executor.block_size, salt)
         yield _batch(number := number + 1, [smg.KvCacheEvent(cleared=smg.KvCacheCleared())])
         request = pb.WatchEventsRequest(pool_id=pool_id(executor), salt=salt, include_token_ids=True)
@@ -102,7 +102,7 @@ class Told:
         self._last: int | None = None
 
     def of(self, events: Iterable[pb.Event]) -> list[smg.KvCacheEvent]:
-        """Returns what is new in the cache manager's events. Raises EventsEndedError once the executor restarts."""
+        """Returns what is new in the manager's events. Raises EventsEndedError if the executor restarts or is lost."""
         self._found, self._last = [], None
         for event in events:
             if event.kind in _EXECUTOR_CHANGES and not event.snapshot:
@@ -146,7 +146,7 @@ class Told:
     def _is_usable(self, block: pb.Block) -> bool:
         """Returns whether the subscriber's requests could use the block, and find it."""
         salt = block.salt if block.HasField("salt") else None
-        # A block that was forgotten meanwhile has no tokens; a block without its parent has no place.
+        # A block that was forgotten after the event has no tokens; a block whose parent is unknown has no position.
         return (
             salt == self._salt
             and not block.HasField("adapter_id")

@@ -44,7 +44,7 @@ class NoEmbeddingsError(ServiceError):
 
 
 class VllmEngine(rpc.VllmEngineServicer):
-    """Served from the start; without a request table all calls but HealthCheck are answered with UNAVAILABLE."""
+    """Served from the start; calls that need the request table are answered with UNAVAILABLE until it exists."""
 
     def __init__(self, source: EngineSource, generation: GenerationService, events: KvEvents | None) -> None:
         """events: None to serve no events."""

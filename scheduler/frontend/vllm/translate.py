@@ -37,7 +37,7 @@ _ALL_THAT_FIT = -1
 
 
 def request(asked: vllm.GenerateRequest) -> pb.StreamGenerateRequest:
-    """Converts a request. Raises InvalidField, with the request's field name, for what no message has."""
+    """Converts a request. Raises InvalidField, with the request's field name, for what the service does not support."""
     for field, _ in asked.ListFields():
         if reason := _REFUSED.get(field.name):
             raise InvalidField(field.name, reason)
@@ -54,7 +54,7 @@ def request(asked: vllm.GenerateRequest) -> pb.StreamGenerateRequest:
         # Absent numbers are 0 in the contract.
         n=params.n or 1,
         structured_output=_form(params),
-        # Answers have no text, but stop texts are searched for in it.
+        # Answers have no text, but stop texts are searched for in the text of the output.
         keep_special_tokens=not params.skip_special_tokens,
         prompt_truncation=_truncation(params),
     )

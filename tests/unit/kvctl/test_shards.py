@@ -255,7 +255,7 @@ async def test_rules_are_read_from_a_listing_of_both(two: Two, tmp_path: Path) -
     assert [found[one]["rules"][0]["action"]["retention_priority"] for one in (one, other)] == [60, 80]
     file.write_text(yaml.safe_dump(found[one]["rules"][0]))
     done = await two.run("rules", "set", "acme", "-f", file, "--yes")
-    assert (done.status, "an etag is that of one shard" in done.err) == (2, True)
+    assert (done.status, "an etag belongs to a single shard" in done.err) == (2, True)
     await two.text("rules", "set", "acme", "-f", file, "--yes", "--server", one)
 
 

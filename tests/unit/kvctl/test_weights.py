@@ -16,7 +16,7 @@ async def test_weights_are_updated_and_reset(
         clean.setenv("KVKEEP_SCHEDULER_ADDRESS", engine.address)
         kvctl = Kvctl(capfd, {})
         said = await kvctl.text("weights", "update", "step-1", "checkpoints/step-1", "--yes")
-        assert said.strip() == "computing with the weights step-1; 7 blocks of others stay"
+        assert said.strip() == "computing with the weights step-1; 7 cached blocks of other weights stay"
         assert engine.executor.weights == ("step-1", "checkpoints/step-1")
         engine.executor.broken_weights.add("checkpoints/step-2")
         refused = await kvctl.run("weights", "update", "step-2", "checkpoints/step-2", "--yes")
@@ -24,6 +24,6 @@ async def test_weights_are_updated_and_reset(
         assert "path has no weights" in refused.err
         assert engine.executor.weights == ("step-1", "checkpoints/step-1")
         said = await kvctl.text("weights", "reset", "--yes")
-        assert said.strip() == "computing with the weights of the start; 7 blocks of others stay"
+        assert said.strip() == "computing with the weights of the start; 7 cached blocks of other weights stay"
         assert engine.executor.weights == ("", "")
         assert await kvctl.data("weights", "reset", "--yes") == {"other_blocks": "7"}
