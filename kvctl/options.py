@@ -41,6 +41,8 @@ CachemgrMetrics = Annotated[
 TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+# The longest duration of a message.
+MAX_SECONDS = 315_576_000_000
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+")
 
 
@@ -49,6 +51,8 @@ def duration_of(text: str, option: str) -> Duration:
     if not _DURATION.fullmatch(text):
         raise typer.BadParameter(f"{text!r} is no time such as 90s, 1h30m or 2d", param_hint=option)
     seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)(ms|s|m|h|d)", text))
+    if seconds > MAX_SECONDS:
+        raise typer.BadParameter(f"{text!r} is longer than 10,000 years", param_hint=option)
     made = Duration()
     made.FromNanoseconds(round(seconds * 1e9))
     return made
@@ -59,18 +63,18 @@ class Prompt:
     """Options that give a prompt, in one of four ways."""
 
     tokens: Annotated[str | None, typer.Option(help="Token ids of a prompt: 1,2,3.")] = None
-    file: Annotated[str | None, typer.Option("--file", help="File with the token ids of a prompt; - reads them.")] = (
-        None
-    )
+    file: Annotated[
+        str | None, typer.Option("--file", help="File with the token ids of a prompt; - for standard input.")
+    ] = None
     text: Annotated[
-        str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - reads it.")
+        str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - for standard input.")
     ] = None
     chat: Annotated[str | None, typer.Option(help="A user's message: a conversation of one message, as a prompt.")] = (
         None
     )
 
     def token_ids(self, session: Session) -> list[int] | None:
-        """The token ids of the prompt, or None without one. Raises typer.BadParameter, CommandError."""
+        """The token ids of the prompt; None if no prompt is given. Raises typer.BadParameter, CommandError."""
         names = [f"--{name}" for name, value in vars(self).items() if value is not None]
         if len(names) > 1:
             said = f"a prompt is given in one way, not by {' and '.join(names)}"
@@ -91,7 +95,7 @@ class Prompt:
     def prefix(
         self, session: Session, salt: str | None, adapter: int | None, executor: str
     ) -> pb.PrefixSelector | None:
-        """The prompt in its cache scope; None without one. Raises typer.BadParameter, CommandError."""
+        """The prompt in its cache scope; None if no prompt is given. Raises typer.BadParameter, CommandError."""
         token_ids = self.token_ids(session)
         if token_ids is None:
             return None
@@ -110,7 +114,7 @@ class Selection:
     max_priority: Annotated[int | None, typer.Option(min=0, max=100, help="With at most this priority.")] = None
 
     def filter(self, pool: str = "", prefix: pb.PrefixSelector | None = None) -> pb.BlockFilter:
-        """The blocks that the options select; with a prefix, the blocks of the prefix. Raises typer.BadParameter."""
+        """Selects blocks that match all options and, with a prefix, belong to the prefix. Raises typer.BadParameter."""
         if self.tier and self.tier not in TIERS:
             raise typer.BadParameter(f"{self.tier!r} is none of {', '.join(TIERS)}", param_hint="--tier")
         return pb.BlockFilter(

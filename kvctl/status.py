@@ -9,7 +9,7 @@ from protos.rpc.errors import RemoteError
 
 
 class Status(IntEnum):
-    """Exit statuses; `kvctl --help` lists them."""
+    """Exit statuses; `kvctl --help` lists all but BROKEN_PIPE."""
 
     OK = 0
     FOUND = 1
@@ -45,13 +45,15 @@ _OTHER_PROTOCOL = re.compile(r"http1\.x|HTTP/2")
 class CommandError(Exception):
     """A command has failed; the message is one line for people.
 
-    is_missing: because the thing in question does not exist.
+    is_missing: whether the error says that the requested object does not exist. is_denied: whether the error says that
+    the caller needs another token.
     """
 
-    def __init__(self, message: str, status: Status, *, is_missing: bool = False) -> None:
+    def __init__(self, message: str, status: Status, *, is_missing: bool = False, is_denied: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.is_missing = is_missing
+        self.is_denied = is_denied
 
 
 def command_error(error: RemoteError, address: str) -> CommandError:
@@ -67,4 +69,5 @@ def command_error(error: RemoteError, address: str) -> CommandError:
     # The message names the kind of a missing thing already.
     unnamed = [] if is_missing else [field for field in error.fields if field not in message]
     message = f"{', '.join(unnamed)}: {message}" if unnamed else message
-    return CommandError(message, status, is_missing=is_missing)
+    is_denied = error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    return CommandError(message, status, is_missing=is_missing, is_denied=is_denied)

@@ -9,7 +9,7 @@ measures the machine and then every case on every engine, each time in a new ord
 fast as the best peer in the first repeat is not measured again in this case: it decides nothing. A peer that finds a
 common prefix only after a first request is measured twice in cases with a common prefix: all at once, and "ahead".
 
-With --gguf FILE llama.cpp and kvkeep run a GGUF file as it is, only W3 and W4.
+With --gguf FILE llama.cpp and kvkeep run a GGUF file without conversion, only on W3 and W4.
 
 The tables show medians: output tokens per second, for W4 milliseconds per token. The ratio says how many times better
 kvkeep is than the best peer; "of limit" is an engine's share of the machine's limit (bench.limits). llama-bench
@@ -261,7 +261,7 @@ def one_case(
     """Runs one case on every engine, with a different engine first in each repeat; drops an engine that fails."""
     prompts = subject.bench.corpus.prompts(case, repeat)
     order = list(engines)
-    shift = repeat % len(order)
+    shift = repeat % max(1, len(order))
     done = []
     for name in order[shift:] + order[:shift]:
         if name.endswith(" ahead") and not (case.shared and case.reuse):
@@ -317,8 +317,12 @@ def main() -> int:
     names = [peer.name for peer in PEERS]
     made.add_argument("--peers", nargs="+", choices=names, default=names)
     made.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="without --model and --gguf")
-    made.add_argument("--gguf", type=Path, metavar="FILE", help="a model that llama.cpp and kvkeep run as it is")
-    made.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` put them")
+    made.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="a model that llama.cpp and kvkeep run without conversion"
+    )
+    made.add_argument(
+        "--folder", type=Path, default=default_folder(), help="folder of the environments of `make peers`"
+    )
     given, bench = parse(made)
     if given.gguf and not given.gguf.is_file():
         made.error(f"--gguf: there is no file {given.gguf}")
@@ -329,7 +333,7 @@ def main() -> int:
         for subject in subjects(given.models, given.model, given.gguf, bench):
             for dtype in given.dtypes:
                 one_dtype(subject, dtype, given.folder, peers, found)
-                # The models stand in this order, whatever order they were measured in.
+                # The engines stand in this order, whatever order they were measured in.
                 order = [name for peer in PEERS for name in (peer.name, f"{peer.name} ahead")]
                 found.runs.sort(key=lambda record: [OURS, *order].index(record["engine"]))
                 keep(Result("peers", vars(found), bench.settings), given.json, plots.peers)

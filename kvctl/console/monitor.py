@@ -15,7 +15,7 @@ from kvctl.console.data import Json
 from kvctl.measure.readings import WINDOW_SECONDS, Reading, ShardReading, rates, read_services, read_shard
 from kvctl.session import Session
 from kvctl.shards import Answers
-from kvctl.status import CommandError, Status
+from kvctl.status import CommandError
 from protos.rpc.version import program_version
 
 LOOK_SECONDS = 3.0
@@ -124,7 +124,7 @@ class Monitor:
         pause = 0.0
         while not self._stopping.wait(pause):
             failures = self.look().shards.failures.values()
-            if not any(error.status is Status.REFUSED for error in failures):
+            if not any(error.is_denied for error in failures):
                 pause = LOOK_SECONDS
             elif self._session.security.token_file is None:
                 # The services ask for tokens, and the console has no token until it starts again.
@@ -189,7 +189,7 @@ def _pools(reading: Reading) -> Iterator[tuple[tuple[str, str], PoolSample]]:
 
 
 def _history(samples: Iterable[Sample], shard: str, pool: str) -> Json:
-    """Columns of numbers, the oldest first; None for unknown values. ages: in seconds."""
+    """Columns of numbers, the oldest first; None for unknown values. ages: in seconds. evicted: blocks per second."""
     ages: list[float] = []
     columns: dict[str, list[float | None]] = {name: [] for name in ("hit_rate", "used", "cached", "evicted", "tokens")}
     before: tuple[float, PoolSample] | None = None

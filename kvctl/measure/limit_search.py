@@ -25,7 +25,7 @@ from protos.rpc.security import Security
 
 LOOK_SECONDS = 0.05
 IDLE_SECONDS = 30.0
-# The share of the pool that admissions may leave free by themselves.
+# More than the share of a pool that admissions leave free, which is 0.01 by default (the free watermark).
 FREE_SHARE = 0.02
 
 
@@ -190,7 +190,14 @@ class Checker:
         return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout)
 
     async def _pools(self) -> Sequence[kvcache_pb2.Pool]:
-        return (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=self._timeout)).pools
+        pools: list[kvcache_pb2.Pool] = []
+        request = kvcache_pb2.ListPoolsRequest()
+        while True:
+            page = await self._admin.ListPools(request, timeout=self._timeout)
+            pools += page.pools
+            if not page.next_page_token:
+                return pools
+            request.page_token = page.next_page_token
 
     async def _watch(self, made: Round, preemptions: int) -> None:
         """Looks at cache, memory and loads; returns when a request has to wait or was preempted."""
@@ -207,16 +214,17 @@ class Checker:
                 made.ending = Ending.EXHAUSTED
                 return
             if waits > 2:
-                made.ending = Ending.EXHAUSTED if self._misses_blocks(pools) else Ending.BOUND
+                made.ending = self._why_requests_wait(pools)
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _misses_blocks(self, pools: Sequence[kvcache_pb2.Pool]) -> bool:
-        """Whether another prompt finds too few free blocks in any pool."""
-        return any(
+    def _why_requests_wait(self, pools: Sequence[kvcache_pb2.Pool]) -> Ending:
+        """The ending of a round whose requests wait: whether another prompt would find too few blocks in any pool."""
+        misses_blocks = any(
             pool.free_blocks < -(-self._load.prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
             for pool in pools
         )
+        return Ending.EXHAUSTED if misses_blocks else Ending.BOUND
 
     async def _generate(self, made: Round, request: pb.StreamGenerateRequest) -> None:
         """Raises RemoteError for an error that says nothing about limits."""
@@ -235,8 +243,10 @@ class Checker:
         """The ending of a round by an error; None if the error says nothing about limits. Raises LimitsError."""
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Ending.TIMEOUT
-        if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")) or error.reason == "QUEUE_FULL":
+        if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")):
             return Ending.EXHAUSTED
+        if error.reason == "QUEUE_FULL":
+            return self._why_requests_wait(await self._pools())
         if error.reason == "TENANT_BUSY":
             return Ending.TENANT
         if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):

@@ -20,7 +20,10 @@ LOOK_SECONDS = 0.1
 
 OfTenant = Annotated[str | None, typer.Option(help="Of this tenant only.")]
 AtEngine = Annotated[
-    str, typer.Option(help="Its address, name or executor, as `kvctl engines` lists it; else scheduler or router.")
+    str,
+    typer.Option(
+        help="Its address, name or executor, as `kvctl engines` lists it; by default the scheduler or router."
+    ),
 ]
 
 
@@ -68,16 +71,19 @@ def engines(session: Session) -> None:
 def drain(
     session: Session,
     engine: Annotated[
-        str, typer.Argument(help="Its address, name or executor, as `kvctl engines` lists it; else the scheduler.")
+        str,
+        typer.Argument(
+            help="Its address, name or executor, as `kvctl engines` lists it; needed with a router, else the scheduler."
+        ),
     ] = "",
     undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
     lasts: Annotated[
-        str, typer.Option("--for", help="How long to wait for running requests: 90s, 1h; 0s not at all.")
+        str, typer.Option("--for", help="How long to wait until no request is left: 90s, 1h; 0s for not at all.")
     ] = "5m",
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
-    """Have the scheduler admit no more requests. Waits for running requests; exits with 1 if some are left."""
+    """Have the scheduler admit no more requests. Waits until no request runs or waits; exits with 1 if some remain."""
     operation = session.operation(engine_address(session, engine))
     whom = f"the engine {operation.address}" if engine else "the scheduler"
     deadline = time.monotonic() + seconds(duration_of(lasts, "--for"))
@@ -148,9 +154,15 @@ def cancel(
 
 
 def engine_address(session: Session, engine: str) -> str:
-    """Where an engine serves; empty without an engine, for the scheduler. Raises CommandError."""
+    """Where an engine serves; without a router and an engine, empty for the session's scheduler.
+
+    Raises typer.BadParameter, CommandError.
+    """
     if not session.router_address:
-        return addresses_of(engine, "ENGINE")[0] if engine else ""
+        found = addresses_of(engine, "ENGINE")
+        if len(found) > 1 or (engine and not found):
+            raise typer.BadParameter(f"{engine!r} is not one address", param_hint="ENGINE")
+        return found[0] if found else ""
     if not engine:
         raise typer.BadParameter("name the engine, as `kvctl engines` lists it", param_hint="ENGINE")
     found = [one.address for one in session.engines.engines if engine in (one.address, one.engine_id, one.executor_id)]

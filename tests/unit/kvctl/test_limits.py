@@ -1,10 +1,16 @@
 """Limits are searched by doubling and bisecting."""
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from kvctl.measure.limit_search import Ending, Round, best, double, double_and_bisect
+from kvctl.measure.limit_search import Checker, Ending, Load, Round, best, double, double_and_bisect
+from protos.kvcache.v1 import kvcache_pb2
+from protos.rpc.channel import open_channel
+from protos.rpc.security import PLAIN
+from tests.support.managers import Managers
+from tests.support.patience import patience
 
 
 def stack_that_fits(most: int) -> Callable[[int], Awaitable[Round]]:
@@ -31,3 +37,23 @@ def test_cache_use_is_the_mean_and_the_most_of_all_looks() -> None:
     used = Round(1, cache=[0.25, 0.75, 0.5])
     assert (used.cache_mean, used.cache_most) == (0.5, 0.75)
     assert (Round(1).cache_mean, Round(1).cache_most) == (0.0, 0.0)
+
+
+async def test_all_pools_are_looked_at(tmp_path: Path) -> None:
+    async with Managers(tmp_path, "").run() as client:
+        await client.register()
+        message = client.registration(steps_manager_epoch=client.manager_epoch)
+        for number in range(59):
+            message.executor_id = f"other-{number}"
+            await client.manager.RegisterExecutor(message, timeout=patience(5))
+        async with open_channel(client.settings.cachemgr_admin_address) as admin:
+            pools = await Checker(admin, admin, Load(8, 1.0), {}, PLAIN, patience(10))._pools()
+    assert len({pool.pool_id for pool in pools}) == len(pools) == 60
+
+
+@pytest.mark.parametrize(("free", "ending"), [(0, Ending.EXHAUSTED), (90, Ending.BOUND)])
+async def test_requests_wait_for_blocks_or_for_the_scheduler(free: int, ending: Ending) -> None:
+    pools = [kvcache_pb2.Pool(block_size=4, total_blocks=100, free_blocks=blocks) for blocks in (free, 100)]
+    async with open_channel("127.0.0.1:1") as nowhere:
+        checker = Checker(nowhere, nowhere, Load(8, 1.0), {}, PLAIN, 1.0)
+        assert checker._why_requests_wait(pools) is ending

@@ -44,6 +44,12 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         duration_of(text, "--for")
 
 
+@pytest.mark.parametrize("text", ["99999999999999d", f"{'9' * 400}s"])
+def test_times_that_no_message_can_hold_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="longer than 10,000 years"):
+        duration_of(text, "--for")
+
+
 def test_shares_and_sizes() -> None:
     assert (share(1, 3), share(0, 0)) == ("33.3%", "-")
     assert [size(count) for count in (0, 1023, 1024, 720 * 1024, 3 << 40)] == [
