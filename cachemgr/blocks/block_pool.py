@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from cachemgr.retention.priority import RetentionRequest
     from cachemgr.slices import Steps
 
-# Looked up once: a lookup takes as long as putting a block into the eviction order.
+# Read once: reading a member of an enum takes as long as adding a block to the eviction order.
 _DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 _new = tuple.__new__
 
-# The content of a block that leaves the index for one of these causes is still indexed, in a different block.
+# For these causes, no windowed blocks are discarded: each group covers, overwrites or truncates its own blocks.
 _REPLACED = (RemovalCause.COVERED, RemovalCause.OVERWRITTEN, RemovalCause.TRUNCATED)
 _LOST = RemovalCause.EXECUTOR_LOST
 
@@ -50,7 +50,7 @@ class PoolListener(Protocol):
     def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> CopyTicket:
         """Opens the copy of a block that moves to a lower tier. The copy takes over the block's reference.
 
-        `occupant` has the block's old slot; the offload makes room for `writer`.
+        `occupant` has the block's old slot. The offload makes room for `writer`, or if None, for no sequence.
         """
 
     def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
@@ -70,6 +70,7 @@ class BlockPool:
     """Owns the blocks of one layer group of one executor.
 
     A slot is empty (no block, its index in a queue), used (references) or cached (in the prefix tree, no references).
+    A device slot may also be withheld. A lower slot may hold a write-through copy, which counts as free.
     With full attention, a cached block is evictable when no child lies in the same tier; children never lie in a
     higher tier. Callers keep every ancestor of a referenced device block referenced, so that all cached blocks of the
     device can be evicted, leaf by leaf.
@@ -102,10 +103,10 @@ class BlockPool:
         # Used blocks whose slots are overwritten before they become empty.
         self.zero_on_free: set[Block] = set()
         self.removals = RemovalHistory(lost_blocks)
-        # Set once the executor is lost: leases of the blocks no longer count.
+        # Set by `abandon`: leases of the pool's blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
-        # Leases that expired or were ended by their holder, and leases whose block was removed earlier.
+        # Leases that expired or that their holder replaced, and leases that broke earlier for any other reason.
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
@@ -129,12 +130,12 @@ class BlockPool:
         self.device = Tier(TierKind.DEVICE, 0, spec.num_blocks, host if host.size else below_host)
         self.tiers = (self.device, host, disk)
         self._has_lower = host.size + disk.size > 0
-        # By index: the slots of all tiers in one row.
+        # By index, which numbers the slots of all tiers consecutively: the block in the slot; None without a block.
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
         self._listener = listener
         self.write_through = WriteThrough(self, enabled=self._writes_through)
         self.offloader = Offloader(self, self.write_through, listener)
-        # Blocks are being copied from slots that are to be withheld to a lower tier: the occupants of these slots.
+        # Occupants of slots that are to be withheld once their former blocks have been copied to a lower tier.
         self._leaving: set[Block] = set()
 
     # Where blocks are
@@ -183,12 +184,12 @@ class BlockPool:
         )
 
     def listed(self, block: Block) -> BlockView:
-        """Returns `view` with how often and when the block was used."""
+        """Returns `view` with the number of prefix hits, and the seconds since the last use of a cached block."""
         used = block.refs or not block.recency
         return self.view(block)._replace(hits=block.hits, idle=None if used else self.idle_seconds(block))
 
     def idle_seconds(self, block: Block) -> float:
-        """Returns the time since a cached block's last use."""
+        """Returns the seconds since a cached block's last use."""
         return max(0.0, self._leases.now - self.use_times.at(block.recency))
 
     # Slots and references
@@ -196,7 +197,7 @@ class BlockPool:
     def allocate(self, writer: Writer | None) -> Block:
         """Returns a device block with one reference and no content, for `writer`. Requires a free block.
 
-        The block that it replaces is offloaded or dropped.
+        Without an empty slot, or at the account's ceiling, evicts a cached block, which is offloaded or dropped.
         """
         device = self.device
         scope = None if writer is None else writer.scope
@@ -239,7 +240,10 @@ class BlockPool:
         block.refs += 1
 
     def release(self, block: Block) -> None:
-        """Removes a reference. The last one makes a block of the prefix tree cached, and any other slot empty."""
+        """Removes a reference. Without references, an indexed block becomes cached; any other block frees its slot.
+
+        A partly filled block is discarded instead of cached if a sibling begins with all of its tokens.
+        """
         block.refs -= 1
         if block.refs:
             return
@@ -281,7 +285,10 @@ class BlockPool:
             self._leases.announce(self, longer)
 
     def _empty(self, tier: Tier, block: Block) -> None:
-        """Frees the slot of a block that is neither used nor in the prefix tree."""
+        """Frees the slot of a block that is neither used nor in the prefix tree.
+
+        The slot stays reserved if a copy needs the slot, or if the slot must be overwritten first.
+        """
         if tier.accounts.shares:
             tier.accounts.count(account_of(block), blocks=-1)
         if self._has_lower:
@@ -330,7 +337,7 @@ class BlockPool:
             self.withhold_part()
 
     def withhold_in_steps(self) -> Steps[LeftBlocks]:
-        """Withholds free slots after `set_total`. Returns the blocks that had to leave."""
+        """Withholds free slots after `set_total`. Returns how many blocks had to leave."""
         offloaded, dropped = 0, Counter[TierKind]()
         while self.can_withhold:
             offloaded -= self.device.counters.offloaded
@@ -346,7 +353,7 @@ class BlockPool:
         return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
 
     def estimate_left(self, total: int) -> Steps[LeftBlocks]:
-        """Estimates which blocks leave if `total` slots may be used. Ignores quotas and descendants in lower tiers."""
+        """Estimates how many blocks leave if `total` slots may be used. Ignores quotas and lower descendants."""
         device, copies = self.device, len(self.write_through.copies)
         leaving = sum(self.blocks[occupant.index] is occupant for occupant in self._leaving)
         owed = device.total - total + device.to_withhold - device.num_empty - leaving
@@ -382,7 +389,7 @@ class BlockPool:
         if device.num_empty:
             return True
         if device.to_withhold <= len(self._leaving):
-            # Occupants that have left their slots meanwhile no longer count.
+            # Occupants whose copies have ended no longer count: their slots have been freed.
             self._leaving = {occupant for occupant in self._leaving if self.blocks[occupant.index] is occupant}
         return device.cached > 0 and device.to_withhold > len(self._leaving)
 
@@ -430,7 +437,7 @@ class BlockPool:
         self._listener.withheld(self, Block(index))
 
     def cleared(self, index: int, *, done: bool) -> None:
-        """Notes that the executor has overwritten a withheld slot, or requests it again after a failure."""
+        """Notes that the executor has overwritten a withheld slot; after a failure, requests the overwriting again."""
         self.device.clearing.discard(index)
         if not done:
             self._clear(index)
@@ -447,7 +454,10 @@ class BlockPool:
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a stored block as cached. Its slot must be free, and a device block's parent must be in the tree."""
+        """Enters a stored block as cached. Its slot must be free.
+
+        With full attention, the parent of a device block must be on the device.
+        """
         tier = self.tier_of(block)
         self.blocks[block.index] = block
         tier.cached += 1
@@ -478,6 +488,7 @@ class BlockPool:
         # A sequence that took the block over may not have run a step yet.
         block.stored_step = max(block.stored_step, step)
         block.hits = 0
+        block.lease_ended = False
         block.parent = parent
         for shorter in covered_children(parent, tokens, scope.extra):
             if not shorter.refs:
@@ -525,6 +536,7 @@ class BlockPool:
         device.accounts.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.scope = old.key, old.tokens, old.depth, old.scope
         block.hits = old.hits
+        block.lease_ended = False
         device.accounts.count(account_of(block), blocks=1, used=1)
         block.stored_step = max(block.stored_step, step)
         self.tree.replace(old, block)
@@ -625,7 +637,7 @@ class BlockPool:
             self.write_through.end(block)
         if self._windowed and cause not in _REPLACED:
             for pool in self._windowed:
-                # It can never match without the full-attention block of the same key.
+                # A windowed block can never match without the full-attention block of the same key.
                 useless = pool.tree.by_key.get(block.key)
                 if useless is not None and not useless.refs:
                     pool.discard(useless, RemovalCause.PARENT_EVICTED)
@@ -633,7 +645,10 @@ class BlockPool:
     # Leases
 
     def grant(self, block: Block, request: RetentionRequest | None) -> bool:
-        """Grants a lease to a block that is in the prefix tree or about to enter it. False if too many outrank it."""
+        """Grants a lease to a block that is in the prefix tree or about to enter the tree. True without a request.
+
+        False if the block already has the maximum number of leases, and all of them outrank the new lease.
+        """
         return request is None or self._leases.grant(self, block, request)
 
     def reprioritise(self, block: Block) -> BlockView:
@@ -719,7 +734,7 @@ class BlockPool:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """Yields all blocks of the prefix tree by index; blocks may change meanwhile."""
+        """Yields the records of all indexed blocks by index. Blocks may change during the iteration."""
         for block in self.blocks:
             record = None if block is None else self.record(block)
             if record is not None:
@@ -750,7 +765,7 @@ class BlockPool:
         block.detach()
 
     def start_empty(self, spec: PoolSpec, listener: PoolListener) -> None:
-        """Makes all slots empty. The caller enters the blocks that stay once more."""
+        """Makes all slots empty. The caller then re-enters the blocks that stay."""
         for block in self.blocks:
             # Leases were already granted to blocks that were shared before they were computed.
             if block is not None and block.parent is None and block.lease is not None:

@@ -68,6 +68,22 @@ def test_an_eviction_after_the_end_of_a_lease_is_told_apart(later: float, cause:
     assert (found.cause, found.priority) == (cause, 20 if cause is MissCause.EVICTED else 35)
 
 
+def test_the_end_of_a_lease_is_forgotten_with_the_blocks_tokens() -> None:
+    world = World(4)
+    world.cache(PROMPT, retention=retain(20, 5.0))
+    world.now = 6.0
+    world.manager.expire()
+    # Later blocks, without leases, take the place of each of these blocks.
+    other = list(range(50, 59))
+    for tokens in ([60] * 9, other):
+        world.cache(tokens)
+    world.admit([99] * 16, "guilty", no_store=True)
+    world.release("guilty")
+    found = miss(world, other)
+    assert found is not None
+    assert found.cause is MissCause.EVICTED
+
+
 def test_blocks_that_were_removed_on_demand_are_not_evicted() -> None:
     world = World(8)
     world.cache(PROMPT)
