@@ -200,9 +200,10 @@ class Recovery:
         former device blocks, whose last uses are unknown, are evicted in the reverse order of these calls.
         """
         pool = self._pools[record.group] if record.group < len(self._pools) else None
-        if pool is not None and self._is_forgotten(record):
-            # Its descendants are forgotten too, even if its own bytes are lost.
-            self._forgotten_keys.add(record.key)
+        if pool is not None and (self._is_forgotten(record) or self._is_purged(record)):
+            if pool.window is None or self._is_forgotten(record):
+                # Its descendants go, too, even if its own bytes are lost.
+                self._forgotten_keys.add(record.key)
             self._leave(record)
             self._overwrite(pool, record)
             return
@@ -261,8 +262,9 @@ class Recovery:
         _zero(pool, tier, slot)
 
     def _is_forgotten(self, record: BlockRecord) -> bool:
-        if record.parent_key in self._forgotten_keys or self.forgotten.means(record):
-            return True
+        return record.parent_key in self._forgotten_keys or self.forgotten.means(record)
+
+    def _is_purged(self, record: BlockRecord) -> bool:
         return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import slices
@@ -19,7 +18,7 @@ from cachemgr.errors import (
 from cachemgr.operators.forget import ForgetHistory, Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
-from cachemgr.operators.purge import may_match_record, purge
+from cachemgr.operators.purge import purge, stored_filter
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.hint_actions import check as check_hints
 from cachemgr.retention.priority import HINT, SESSION
@@ -77,7 +76,7 @@ class OperatorCommands:
     def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
         """Drops blocks that are cached when the call begins and not in use, with their descendants.
 
-        Stored blocks that are not restored yet, and that the filter may match, are overwritten instead of restored.
+        Matching stored blocks that are not restored yet are overwritten instead of restored.
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
         self._state.begin()
@@ -86,7 +85,8 @@ class OperatorCommands:
         if not validate_only:
             for executor in dict.fromkeys(executor for executor, _, _ in pools):
                 if executor.recovery is not None:
-                    executor.recovery.purge(partial(may_match_record, selected))
+                    groups = {pool.spec.group for owner, pool, _ in pools if owner is executor}
+                    executor.recovery.purge(stored_filter(executor, groups, selected))
         return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:

@@ -1,11 +1,16 @@
 """Selecting cached blocks by a filter, and purging them."""
 
+from collections.abc import Callable, Collection
+from functools import cache
+
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import BlocksInUseError
 from cachemgr.operators.removal_plan import RemovalPlan
+from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY
 from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.prefix_match import keys_of
 from cachemgr.slices import Steps, pop_batches, read_batches, write_batches
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 
@@ -29,14 +34,32 @@ def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
     return selected.max_priority is None or block.priority <= selected.max_priority
 
 
-def may_match_record(selected: BlockFilter, record: BlockRecord) -> bool:
-    """Whether a filter may match a stored block; ignores the filter's pool, prefix, tier and priority."""
-    return (
-        selected.salt in (None, record.salt)
-        and selected.adapter_id in (None, record.adapter_id)
-        and selected.session_id in (None, record.session_id)
-        and selected.tenant_id in (None, record.tenant_id)
-    )
+def stored_filter(executor: Executor, groups: Collection[int], selected: BlockFilter) -> Callable[[BlockRecord], bool]:
+    """Returns whether a filter matches a stored block of an executor. groups: layer groups that the filter selects."""
+    prefix, spec = selected.prefix, executor.spec
+
+    @cache
+    def keys(weight_version: str) -> Collection[bytes]:
+        return set() if prefix is None else set(keys_of(spec, prefix, weight_version))
+
+    def matches_record(record: BlockRecord) -> bool:
+        return (
+            record.group in groups
+            and selected.salt in (None, record.salt)
+            and selected.adapter_id in (None, record.adapter_id)
+            and selected.session_id in (None, record.session_id)
+            and selected.tenant_id in (None, record.tenant_id)
+            and selected.tier in (None, record.tier)
+            and (selected.max_priority is None or _priority(record) <= selected.max_priority)
+            and (prefix is None or record.key in keys(record.weight_version))
+        )
+
+    return matches_record
+
+
+def _priority(record: BlockRecord) -> int:
+    largest = max((lease.priority for lease in record.leases), default=NO_PRIORITY)
+    return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
 
 
 def purge(

@@ -4,8 +4,8 @@ import pytest
 
 from cachemgr.operators import forget
 from cachemgr.slices import at_once
-from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
-from tests.support.in_process_manager import World
+from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, TierKind, Transfer
+from tests.support.in_process_manager import World, retain
 from tests.support.random_operations import small_steps
 
 PROMPT = list(range(10, 19))
@@ -172,6 +172,41 @@ def test_blocks_purged_in_a_recovery_are_not_restored_after_a_restart_of_the_exe
     world.end_recovery()
     world.check()
     assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("selected", "left"),
+    [
+        (BlockFilter(prefix=Prefix(PROMPT[:4], salt="a")), [0, 9]),
+        (BlockFilter(prefix=Prefix(PROMPT[:8], salt="a")), [0, 9]),
+        (BlockFilter(max_priority=40), [9, 0]),
+        (BlockFilter(tier=TierKind.HOST), [9, 9]),
+        (BlockFilter(tier=TierKind.DEVICE), [0, 0]),
+    ],
+)
+def test_a_purge_in_a_recovery_takes_exactly_the_blocks_of_its_filter(selected, left):
+    world = World(12)
+    world.cache(PROMPT, salt="a", retention=retain(70))
+    world.cache(PROMPT, salt="b")
+    world.begin_recovery()
+    at_once(world.operators.purge(selected, validate_only=False))
+    world.end_recovery()
+    world.check()
+    assert [world.found(PROMPT, salt=salt) for salt in "ab"] == left
+
+
+def test_a_purge_of_a_pool_in_a_recovery_leaves_the_blocks_of_other_pools():
+    world = World(12, windows=(3, None))
+    world.cache(PROMPT)
+    world.begin_recovery()
+    first, second = world.queries.pools()
+    at_once(world.operators.purge(BlockFilter(pool_id=first.pool_id), validate_only=False))
+    world.end_recovery()
+    world.check()
+    blocks = [
+        [view for _, view in filter(None, world.queries.blocks(pool.pool_id)) if view.key] for pool in (first, second)
+    ]
+    assert [len(of_pool) for of_pool in blocks] == [0, 3]
 
 
 def test_a_purge_in_a_recovery_spares_blocks_cached_after_it():
