@@ -1,13 +1,12 @@
 """Settings of the cache manager: KVKEEP_CACHEMGR_<NAME>, besides the shared settings."""
 
-from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protos.rpc import addresses
 from protos.rpc.redis_client import check_redis_url
-from protos.rpc.settings import MetricsAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, OptionalPath, ProcessSettings
 
 
 class CachemgrSettings(ProcessSettings):
@@ -96,7 +95,7 @@ class CachemgrSettings(ProcessSettings):
         description="Also write an index by key to the Redis of KVKEEP_REDIS_URL, for routers that have no view of a "
         "cache yet.",
     )
-    operation_log: Path | None = Field(
+    operation_log: OptionalPath = Field(
         None,
         description="File of all calls that change the state, with token ids, for `python -m cachemgr replay FILE`. "
         "The file of an earlier start is renamed to FILE.1, FILE.2 and so on.",

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
-from protos.rpc.settings import MetricsAddress, ProcessSettings, load, variable
+from protos.rpc.settings import MetricsAddress, OptionalPath, ProcessSettings, load, variable
 
 # A number of at most two digits: torch keeps it in a byte.
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,2})?")
@@ -22,7 +22,7 @@ class ExecutorSettings(ProcessSettings):
 
     executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
     model: str = Field("", description="Folder, GGUF file or hub id; empty is SmolLM2-135M-Instruct.")
-    chat_template: Path | None = Field(
+    chat_template: OptionalPath = Field(
         None, description="File with a chat template in Jinja; empty is the model's template."
     )
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
@@ -79,10 +79,10 @@ class ExecutorSettings(ProcessSettings):
     )
 
     adapters: str = Field("", description="LoRA adapters to load at the start: `name=folder,name=folder`.")
-    adapter_dir: Path | None = Field(
+    adapter_dir: OptionalPath = Field(
         None, description="Folder below which adapters may be loaded at run time; empty allows none."
     )
-    weights_dir: Path | None = Field(
+    weights_dir: OptionalPath = Field(
         None, description="Folder below which other weights may be loaded at run time; empty allows none."
     )
     max_adapters: int = Field(16, ge=0, le=1024, description="Most adapters that can be loaded at a time.")
@@ -91,7 +91,7 @@ class ExecutorSettings(ProcessSettings):
     host_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the host tier, also as `8GiB`; 0 is none.")
     host_cache_dir: Path = Field(Path("/dev/shm/kvkeep"), description="Folder of the host tier's file, in memory.")  # noqa: S108
     disk_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the disk tier; 0 is none.")
-    disk_cache_dir: Path | None = Field(
+    disk_cache_dir: OptionalPath = Field(
         None, description="Folder of the disk tier's file; empty is `blocks` in the cache folder."
     )
     cache_checksums: bool = Field(True, description="Verify checksums of blocks onloaded from lower tiers.")

@@ -2,12 +2,11 @@
 
 import re
 import socket
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from protos.rpc.settings import MetricsAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, OptionalPath, ProcessSettings
 
 MOST_FRONT_ENDS = 64
 MAX_NAME_BYTES = 256
@@ -112,7 +111,7 @@ class SchedulerSettings(HttpSettings):
         False,
         description="Tell gateways that call vLLM's engine contract which blocks are cached, with their token ids.",
     )
-    access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
+    access_log: OptionalPath = Field(None, description="File with a JSON line per request; empty is the usual log.")
     max_batched_tokens: int = Field(512, ge=1, le=65536, description="Most tokens of a step.")
     target_itl_seconds: float = Field(
         0.0,

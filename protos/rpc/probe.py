@@ -47,7 +47,8 @@ def main() -> int:
     parser = process_parser(
         "python -m protos.rpc.probe", "Asks a process on this machine for its health: status 0 if it serves, else 1."
     )
-    parser.add_argument("process", choices=list(STACK_METRICS))
+    processes = [name for name in STACK_METRICS if f"{name}_address" in ProcessSettings.model_fields]
+    parser.add_argument("process", choices=processes)
     process = parser.parse_args().process
     settings = load(ProcessSettings, os.environ)
     address = getattr(settings, f"{process}_address")

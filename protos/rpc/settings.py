@@ -43,7 +43,7 @@ def _validate_metrics(address: str) -> str:
 MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 
-OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
 # The minimum similarity, from 0 to 1, of a name that is suggested.
 _CLOSE = 0.65
@@ -119,26 +119,26 @@ class ProcessSettings(BaseSettings):
         default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(),
         description="Folder for state that outlives restarts.",
     )
-    tls_cert_file: OptionalFile = Field(
+    tls_cert_file: OptionalPath = Field(
         None, description="PEM certificate chain of this process; empty serves without TLS."
     )
-    tls_key_file: OptionalFile = Field(None, description="Key of the certificate; other users may not read the file.")
-    tls_ca_file: OptionalFile = Field(
+    tls_key_file: OptionalPath = Field(None, description="Key of the certificate; other users may not read the file.")
+    tls_ca_file: OptionalPath = Field(
         None, description="PEM certificates of the authorities of servers; empty calls without TLS."
     )
-    tls_client_ca_file: OptionalFile = Field(
+    tls_client_ca_file: OptionalPath = Field(
         None, description="PEM certificates of the authorities of callers; if set, every caller needs a certificate."
     )
 
-    token_file: OptionalFile = Field(
+    token_file: OptionalPath = Field(
         None, description="File with the token that this process sends in calls; other users may not read the file."
     )
 
-    tokens_file: OptionalFile = Field(
+    tokens_file: OptionalPath = Field(
         None,
         description="File with tokens of callers, made by `python -m protos.rpc.tokens new`; empty asks for no token.",
     )
-    audit_file: OptionalFile = Field(
+    audit_file: OptionalPath = Field(
         None, description="File for the audit log: operators' calls and refused callers, also in the log."
     )
 

@@ -1,7 +1,6 @@
 """Settings of the router process."""
 
 import socket
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -9,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.redis_client import check_redis_url
-from protos.rpc.settings import Address, MetricsAddress
+from protos.rpc.settings import Address, MetricsAddress, OptionalPath
 from scheduler.router.policies import POLICIES
 from scheduler.settings import HttpSettings, ReasoningForm, ToolCallForm
 
@@ -59,7 +58,7 @@ class RouterSettings(HttpSettings):
     router_id: str = Field(
         default_factory=socket.gethostname, min_length=1, max_length=64, description="Stable name in engines' logs."
     )
-    access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
+    access_log: OptionalPath = Field(None, description="File with a JSON line per request; empty is the usual log.")
     max_waiting: int = Field(256, ge=1, description="Most samples that wait for an engine; more are refused.")
     max_tenant_requests: int = Field(0, ge=0, description="Most live requests of a tenant; 0 is no bound.")
     tool_call_parser: ToolCallForm = "auto"

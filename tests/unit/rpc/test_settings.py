@@ -6,7 +6,13 @@ from typing import ClassVar
 import pytest
 from pydantic import ValidationError
 
-from protos.rpc.settings import MetricsAddress, ProcessSettings, SettingsError, load
+from cachemgr import settings as cachemgr_settings
+from executor.settings import ExecutorSettings
+from protos.rpc.settings import MetricsAddress, ProcessSettings, SettingsError, load, variable
+from scheduler.router.settings import RouterSettings
+from scheduler.settings import SchedulerSettings
+
+ALL = (cachemgr_settings.CachemgrSettings, ExecutorSettings, SchedulerSettings, RouterSettings)
 
 
 class CachemgrSettings(ProcessSettings):
@@ -36,6 +42,14 @@ def test_shared_and_own_variables_are_read() -> None:
     assert settings.lease_seconds == 2.5
     assert settings.metrics_address == ""
     assert settings.state_dir == Path("/var/state/kvkeep")
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_an_empty_variable_is_no_file(cls: type[ProcessSettings]) -> None:
+    optional = [name for name, field in cls.model_fields.items() if field.annotation == Path | None]
+    assert {"tls_cert_file", "audit_file"} <= {*optional}
+    settings = load(cls, {variable(cls, name): "" for name in optional})
+    assert {name: getattr(settings, name) for name in optional} == dict.fromkeys(optional)
 
 
 def test_settings_do_not_change() -> None:
