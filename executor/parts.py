@@ -1,7 +1,6 @@
 """Loads the model, puts the parts of an executor together, and serves until it is stopped."""
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import signal
@@ -251,10 +250,11 @@ async def serve(settings: ExecutorSettings, started: float) -> int:
     Raises ModelError, CacheFileError, AddressError.
     """
     tier_files = preflight.tier_files(settings)
-    loop, lost = asyncio.get_running_loop(), asyncio.Event()
+    # Set if the process ends because of a fault.
+    loop, broken = asyncio.get_running_loop(), asyncio.Event()
 
     def device_lost() -> None:
-        loop.call_soon_threadsafe(lost.set)
+        loop.call_soon_threadsafe(broken.set)
         signal.raise_signal(signal.SIGTERM)
 
     # Deleted below: only the runner may refer to the model, so that weights are freed once other weights replace them.
@@ -274,25 +274,29 @@ async def serve(settings: ExecutorSettings, started: float) -> int:
     signals = StopSignals()
     await server.start()
     parts.worker.start()
-    # The process must end with these tasks: the watchdog ends once it has given up, the client only because of a bug.
     tasks = [asyncio.create_task(parts.client.run()), asyncio.create_task(parts.watchdog.run())]
     for task in tasks:
-        task.add_done_callback(_end_unless_cancelled)
+        task.add_done_callback(partial(end_with, broken))
     await server.run_until_stopped(signals, drain)
     ended = await asyncio.to_thread(parts.worker.stop)
     await parts.client.confirmed(CONFIRM_SECONDS)
     for task in tasks:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    await asyncio.gather(*tasks, return_exceptions=True)
     if not ended:
         # The device's thread still uses the tiers, and no library may wait for it.
         os._exit(1)
     parts.tiers.close()
-    return 1 if lost.is_set() else 0
+    return 1 if broken.is_set() else 0
 
 
-def _end_unless_cancelled(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        log.error("the executor failed", exc_info=task.exception())
-        signal.raise_signal(signal.SIGTERM)
+def end_with(broken: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """Ends the process, whose task has ended, unless the task was cancelled or the process ends already.
+
+    broken: set if the process ends because of a fault. The watchdog ends once it has given up and the event is set.
+    """
+    if task.cancelled() or broken.is_set():
+        return
+    log.error("the executor failed", exc_info=task.exception())
+    broken.set()
+    signal.raise_signal(signal.SIGTERM)

@@ -120,11 +120,19 @@ def open_tiers(
         if settings.size:
             layout = layout_of(pools, fingerprint, settings.size, checksums=checksums)
             try:
-                files.append(kind(open_file(settings, file_name(name, executor_id), layout), layout))
-            except BrokenStorageError as error:
+                files.append(_opened(kind, open_file(settings, file_name(name, executor_id), layout), layout))
+            except (BrokenStorageError, OSError) as error:
                 # Without the tier, its blocks are computed again, which is better than stopping.
                 log.error("a tier is not available", tier=name, cause=str(error))
     return Tiers(pools, files, checksums=checksums)
+
+
+def _opened(kind: Callable[..., SlotFile], fd: int, layout: FileLayout) -> SlotFile:
+    try:
+        return kind(fd, layout)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def layout_of(pools: KvPools, fingerprint: bytes, size: int, *, checksums: bool) -> FileLayout:

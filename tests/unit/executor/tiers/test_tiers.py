@@ -1,5 +1,6 @@
 """Blocks are offloaded and onloaded as they were, or not at all."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from executor.cache.pool import KvPools
 from executor.cache.tiers.device import CpuBlocks
-from executor.cache.tiers.slot_file import DiskFile, HostFile
+from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
 from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
 from tests.stack import ROOT
@@ -310,3 +311,21 @@ def test_a_copy_that_a_kill_breaks_off_leaves_no_block(tier: Tier, pools: KvPool
     assert tiers.snapshot().generations(tier, 0).tolist() == [0, 2, 0, 0]
     assert run(tiers, up(4, 1, 1, tier), up(5, 2, 2, tier)) == {4: False, 5: True}
     shut(tiers)
+
+
+@pytest.mark.parametrize(("kind", "left"), [(HostFile, [Tier.DISK]), (DiskFile, [Tier.HOST])])
+def test_storage_that_fails_while_it_is_read_costs_its_tier_only(
+    pools: KvPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[SlotFile], left: list[Tier]
+) -> None:
+    def fail(_: SlotFile) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(kind, "_load_table", fail)
+    opened = make_tiers(pools, tmp_path)
+    assert list(opened.slots) == left
+    opened.close()
+    # The file was closed, and may be opened again.
+    monkeypatch.undo()
+    opened = make_tiers(pools, tmp_path)
+    assert list(opened.slots) == [Tier.HOST, Tier.DISK]
+    opened.close()
