@@ -134,7 +134,9 @@ class Generation:
         self._ready.set()
 
     def fail(self, error: ServiceError) -> None:
-        """Ends the stream with an error."""
+        """Ends the stream with an error; does nothing if the output has ended, whose rest can still be taken."""
+        if self.finished:
+            return
         self._error = error
         self.finished = True
         self._ready.set()

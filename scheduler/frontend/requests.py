@@ -167,10 +167,12 @@ class RequestTable:
             return self.reported_loads
         loads = self._engine.loads
         # Waiting samples have no blocks yet; only a router may know how many tokens of their prompts are cached.
+        # Followers wait for the blocks of another sample.
+        followers = {request.arrival for generation in self._live.values() for request in generation.followers}
         waiting = sum(
             max(0, len(generation.request.prompt_ids) - generation.request.expected_cached_tokens)
-            for generation in self._live.values()
-            if not generation.admitted
+            for arrival, generation in self._live.items()
+            if not generation.admitted and arrival not in followers
         )
         answer = pb.GetLoadsResponse(
             running_requests=loads.running,

@@ -150,6 +150,20 @@ async def test_samples_wait_for_blocks_and_preemption_does_not_change_them(run_s
         assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
 
 
+async def test_a_prompt_that_waits_counts_once_for_all_its_samples(run_stack: StackFactory) -> None:
+    async with run_stack(max_running=1) as stack:
+        stack.executor.gate.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run(stack, drawn(prompt_of(9), 6, n=1)))
+            await stack.manager.admitted(1)
+            before = (await stack.stub.GetLoads(pb.GetLoadsRequest())).queued_prompt_tokens
+            tasks.create_task(run(stack, drawn(prompt_of(30), 6, n=4)))
+            await waiting(stack, 4)
+            queued = (await stack.stub.GetLoads(pb.GetLoadsRequest())).queued_prompt_tokens
+            stack.executor.gate.set()
+    assert queued - before == 30
+
+
 async def test_more_samples_than_may_run_wait(run_stack: StackFactory) -> None:
     async with run_stack(max_running=2) as stack:
         prompt = prompt_of(9)

@@ -7,6 +7,9 @@ from array import array
 import pytest
 
 from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2
+from scheduler.bridge import TokenMeta
+from scheduler.errors import DrainingError
 from scheduler.frontend import output
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.output import Stream, StreamFlusher
@@ -152,3 +155,16 @@ async def test_no_stream_is_notified_out_of_turn_while_tokens_follow(
         heard += len(await notified(taking))
     # A message takes as long as two and a half of these steps.
     assert 2 <= heard <= 20 / 2.5
+
+
+async def test_an_output_that_has_ended_is_taken_whole_whatever_fails_later(model: ModelInfo) -> None:
+    _, [slow, other] = turns(model, 2)
+    for stream in (slow, other):
+        stream.generations[0].feed(LETTER, 1.0)
+    slow.generations[0].feed(LETTER, 1.0, TokenMeta(1, finished=True))
+    for stream in (slow, other):
+        stream.generations[0].fail(DrainingError("too late"))
+    [chunk] = await slow.next()
+    assert (list(chunk.token_ids), chunk.finish_reason) == ([LETTER, LETTER], generation_pb2.FINISH_REASON_LENGTH)
+    with pytest.raises(DrainingError):
+        await other.next()
