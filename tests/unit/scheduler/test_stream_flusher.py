@@ -162,6 +162,7 @@ async def test_an_output_that_has_ended_is_taken_whole_whatever_fails_later(mode
     for stream in (slow, other):
         stream.generations[0].feed(LETTER, 1.0)
     slow.generations[0].feed(LETTER, 1.0, TokenMeta(1, finished=True))
+    slow.generations[0].notify()
     for stream in (slow, other):
         stream.generations[0].fail(DrainingError("too late"))
     [chunk] = await slow.next()
