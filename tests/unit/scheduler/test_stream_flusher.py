@@ -165,7 +165,7 @@ async def test_an_output_that_has_ended_is_taken_whole_whatever_fails_later(mode
     slow.generations[0].notify()
     for stream in (slow, other):
         stream.generations[0].fail(DrainingError("too late"))
-    [chunk] = await slow.next()
+    [(_, chunk)] = await slow.next()
     assert (list(chunk.token_ids), chunk.finish_reason) == ([LETTER, LETTER], generation_pb2.FINISH_REASON_LENGTH)
     with pytest.raises(DrainingError):
         await other.next()
