@@ -338,16 +338,19 @@ class Sequence:
         elif eviction.policy.most_kept is not None:
             self._fit_table(eviction)
 
-    def align_to_score_window(self, count: int) -> int:
-        """Returns `count` or fewer tokens: a chunk that begins before the queries that a policy pools has all or none.
+    def align_to_score_window(self, count: int, most: int) -> int:
+        """Returns the length of a chunk of about `count` tokens with all or none of the queries that a policy pools.
 
-        Pooling these queries in parts changes the scores. A chunk that begins with them is not lengthened to have all.
+        Pooling these queries in parts changes the scores. The chunk is shortened to end before the first of these
+        queries, or lengthened to have all, if these are at most `most` tokens.
         """
         if self.eviction is None or not self.eviction.policy.score_window:
             return count
         prompt = self.eviction.prompt
-        first = prompt - self.eviction.policy.counted_rows(prompt)
-        return first - self.planned if self.planned < first < self.planned + count < prompt else count
+        first, end = prompt - self.eviction.policy.counted_rows(prompt), self.planned + count
+        if self.planned < first < end < prompt:
+            return first - self.planned
+        return prompt - self.planned if self.planned == first and end < prompt <= self.planned + most else count
 
     def blocks_for(self, tokens: int) -> int:
         """Returns how many blocks hold the first `tokens` tokens, of which evicted tokens need no slot."""

@@ -131,7 +131,7 @@ class _Prefills:
         count = min(sequence.remaining, free, tokens)
         if count < 1 or len(self._plan.prefills) >= most:
             return 0
-        count = sequence.align_to_score_window(count)
+        count = sequence.align_to_score_window(count, min(free, self._left))
         if sequence.request.sampling.HasField("num_prompt_logprobs"):
             count = min(count, SCORED_CHUNK)
         self._plan.prefills.append((sequence, count))

@@ -11,6 +11,7 @@ from protos.kvcommon.eviction import Layout, Policy, parse
 from protos.kvcommon.eviction_message import message_of
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.bridge import SyncAnswer
+from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.sequence import Eviction, Sequence
 from tests.support.scheduler.sequences import BLOCK, Pipeline, batch_of, depths, updates
@@ -185,6 +186,27 @@ def test_the_score_window_is_computed_in_one_step() -> None:
         build_step(step, plan, [])
     # Of 18 tokens the first takes the 16 before the window, the second what is left; then the window at once.
     assert counts == [[(0, 16), (1, 2)], [(0, 4), (1, 14)], [(1, 4)]]
+
+
+def test_a_slow_prefill_does_not_split_the_score_window() -> None:
+    budget = PrefillBudget(target_seconds=1e-9)
+    budget.observe(1, 0, 0.01)
+    budget.observe(1, 10, 0.1)
+    chosen = policy({"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 16, "score_window_tokens": 8})
+    decoding = make_sequence(HANDLE + 1, 4, max_tokens=100, blocks=30)
+    batch = batch_of(decoding)
+    _, flight = build_step(1, batch.plan(64, budget), [])
+    batch.commit(
+        flight, pb.StepResult(step=1, sequences=[HANDLE + 1], token_ids=[1], stopped=[False], num_tokens=4), 0.0
+    )
+    batch.admit(evicting(chosen, 20, 5, blocks=7))
+    counts = []
+    for step in range(2, 12):
+        plan = batch.plan(64, budget)
+        counts += [count for sequence, count in plan.prefills if sequence.handle == HANDLE]
+        build_step(step, plan, [])
+    # As few tokens as possible at a time, and then all 8 of the window.
+    assert counts[:5] == [3, 3, 3, 3, 8]
 
 
 def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
