@@ -455,11 +455,11 @@ def usage(usages: Iterable[pb.Usage]) -> Usage:
 
 
 def outcomes(answer: dict[str, Any], ended: pb.Usage) -> None:
-    """Adds the outcomes of retention requests and hints, which only the first sample's usage has."""
+    """Adds the outcomes of a prompt's retention requests and hints, which only its first sample's usage has."""
     if ended.retention_receipts:
-        answer["retention"] = [_receipt(receipt) for receipt in ended.retention_receipts]
+        answer.setdefault("retention", []).extend(map(_receipt, ended.retention_receipts))
     if ended.hint_answers:
-        answer["kv_hints"] = {"actions": [_hint(hint) for hint in ended.hint_answers]}
+        answer.setdefault("kv_hints", {"actions": []})["actions"].extend(map(_hint, ended.hint_answers))
 
 
 def _receipt(receipt: common.RetentionReceipt) -> Receipt:

@@ -179,3 +179,13 @@ def test_of_alternatives_with_one_text_the_likeliest_counts() -> None:
     piece = pb.StreamGenerateResponse(token_ids=[likely], logprobs=[pb.TokenLogprobs(logprob=-1, top=top)])
     builder = CompletionResponseBuilder(model, "cmpl-1", logprobs=True, include_usage=False)
     assert builder.tokens(piece, 0)["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": -1}]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_each_prompt_of_a_call_has_its_receipts(stack: Stack, caller: openai.AsyncOpenAI, n: int) -> None:
+    prompts = [prompt_of(9), prompt_of(21, seed=2)]
+    answer = await caller.completions.create(
+        model="fake", prompt=prompts, max_tokens=3, n=n, extra_body={"retention": {"ranges": [{"priority": 70}]}}
+    )
+    assert answer.model_extra is not None
+    assert [receipt["num_blocks"] for receipt in answer.model_extra["retention"]] == [3, 6]
