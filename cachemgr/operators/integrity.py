@@ -66,9 +66,18 @@ class _Check:
         for _ in pop_batches(self._blocks):
             yield None
 
-    def _report(self, condition: bool, slot: int, message: str) -> None:
-        if not condition:
-            self._violations.append(PoolViolation(self._pool.pool_id, slot, message))
+    def _report(self, condition: bool, index: int, message: str) -> None:
+        """Reports a contradiction unless the condition holds. index: the block's; 0 if the pool contradicts itself."""
+        if condition:
+            return
+        slot = 0
+        if index:
+            # A wrong index may be in no tier.
+            tier = next((one for one in reversed(self._pool.tiers) if index > one.offset), self._pool.device)
+            slot = index - tier.offset
+            if tier is not self._pool.device:
+                message = f"in the {tier.kind.name.lower()} tier: {message}"
+        self._violations.append(PoolViolation(self._pool.pool_id, slot, message))
 
     def references(self) -> Iterator[None]:
         """Checks that each block has exactly the known references."""

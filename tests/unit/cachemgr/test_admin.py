@@ -156,3 +156,15 @@ def test_a_check_finds_every_contradiction(damage, worlds):
     damage(inner(world), world)
     assert world.queries.check_pool("e/0")
     worlds.clear()
+
+
+def test_a_contradiction_names_the_slot_within_its_tier(worlds):
+    world = World(4, host_blocks=8)
+    world.cache(list(range(9)))
+    world.cache(list(range(50, 66)), no_store=True)
+    world.run_executor_copies()
+    [block] = [one for one in inner(world).blocks[5:] if one is not None and one.depth == 1]
+    block.key = bytes(32)
+    found = {(said.slot, said.message) for said in world.queries.check_pool("e/0")}
+    assert (block.index - 4, "in the host tier: is in the index under another key") in found
+    worlds.clear()
