@@ -107,6 +107,11 @@ class IndexStore:
         """Number of blocks and operators' entries whose change is not in Redis yet."""
         return self._queue.pending
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether stored blocks are being restored; until they are, changes of their executors are not written."""
+        return bool(self._readings)
+
     async def run(self) -> None:
         """Writes and recovers for ever. Any error is a bug, and ends the process."""
         async with asyncio.TaskGroup() as group:

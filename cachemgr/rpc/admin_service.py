@@ -214,7 +214,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Forgets blocks, and waits a while for Redis, since the receipt must be true."""
         receipt = await self._ForgetBlocks(request)
         if not request.validate_only:
-            receipt.store_updated = await self.context.keep()
+            store = self.context.store
+            receipt.store_updated = await self.context.keep() and (store is None or not store.is_restoring)
         return receipt
 
     @long_mutation

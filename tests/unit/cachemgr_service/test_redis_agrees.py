@@ -225,6 +225,29 @@ async def test_a_slow_redis_keeps_no_call_waiting_for_long(
 
 
 @one_server
+async def test_blocks_are_not_said_to_be_removed_from_redis_while_stored_blocks_are_restored(
+    managers: Managers, any_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore, may_restore = IndexStore.restore, asyncio.Event()
+
+    async def later(self: IndexStore, reading: Reading) -> None:
+        await may_restore.wait()
+        await restore(self, reading)
+
+    forget = pb.ForgetBlocksRequest(prefix=pb.PrefixSelector(token_ids=[9] * 4))
+    async with managers.run() as client:
+        await client.register()
+        await client.compute(await client.admit("b", [9] * 9), 8)
+    monkeypatch.setattr(IndexStore, "restore", later)
+    async with managers.run() as client:
+        await client.register()
+        assert not (await client.admin.ForgetBlocks(forget)).store_updated
+        may_restore.set()
+        await agreed(client)
+        assert (await client.admin.ForgetBlocks(forget)).store_updated
+
+
+@one_server
 async def test_a_registration_waits_for_a_slow_redis_less_than_its_executor_does(
     managers: Managers, any_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
