@@ -240,6 +240,7 @@ class Decoder:
         for group in groups:
             check_shape("slots", group.slots, [num_tokens], "[T]")
             check_dtype("slots", group.slots, torch.int64)
+            check_contiguous("slots", group.slots)
             check_shape("tables", group.tables, [num_sequences, None], "[S, M]")
             check_dtype("tables", group.tables, torch.int32)
             check_contiguous("tables", group.tables)

@@ -117,6 +117,7 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
         ("cache_positions", {"cache_positions": cache_positions.int()}),
         ("token_ids", {"token_ids": ids.int()}),
         ("slots", {"groups": [replace(group, slots=positions[1:])]}),
+        ("slots: expected a contiguous", {"groups": [replace(group, slots=group.slots.repeat_interleave(2)[::2])]}),
         ("tables", {"groups": [replace(group, tables=group.tables[1:])]}),
         (r"scores.weights: expected \[L, Hkv, T\]", {"scores": [replace(scores, weights=scores.weights[:, :, 1:])]}),
         ("scores: expected 1 to 1 rows, got 2", {"scores": [replace(scores, rows=2)]}),
