@@ -189,3 +189,10 @@ class StepFailedError(ExecutorError):
 
     code = grpc.StatusCode.INTERNAL
     reason = "STEP_FAILED"
+
+
+class OutOfMemoryError(StepFailedError):
+    """The device had no memory for a step; a step with fewer tokens may succeed."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OUT_OF_MEMORY"

@@ -153,11 +153,13 @@ class ExecutorLostError(Exception):
     """The session with the executor is over or could not be opened; steps in flight will not be answered.
 
     is_planned: the executor ended the session for an operator, and accepts the next session at once.
+    is_out_of_memory: the executor had no memory for a step, and accepts the next session at once.
     """
 
-    def __init__(self, message: str, *, is_planned: bool = False) -> None:
+    def __init__(self, message: str, *, is_planned: bool = False, is_out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.is_planned = is_planned
+        self.is_out_of_memory = is_out_of_memory
 
 
 class ExecutorChangedError(Exception):

@@ -70,6 +70,11 @@ class StepTimes:
         self._cachemgr = histogram("cachemgr_wait", "Time in which all live sequences waited for blocks.")
         self._executor = histogram("executor_wait", "Time until the executor's answer.")
         self._idle = histogram("executor_idle", "Idle time of the device before a step.")
+        self.max_tokens = Gauge(
+            f"{_PREFIX}_step_max_tokens",
+            "Most tokens of a step: the setting, or less after the executor had no memory for a step.",
+            registry=registry,
+        )
 
     def add(self, timing: StepTiming) -> None:
         self.steps += 1

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from executor import metrics
 from executor.core.outbox import Outbox, Session
 from executor.core.runner import LaunchedStep, Runner
-from executor.errors import ExecutorError, StepFailedError
+from executor.errors import ExecutorError, OutOfMemoryError, StepFailedError
 from executor.models.forward import Forward
 from executor.step import Copy, Step
 from protos.rpc.errors import ServiceError
@@ -293,11 +294,24 @@ class Worker:
     def _fail(self, session: Session, step: int, error: Exception) -> None:
         metrics.FAILED_STEPS.inc()
         log.error("step failed", step=step, exc_info=error)
-        session.end(StepFailedError(f"the model failed on step {step}; the executor's log says why"))
+        no_memory = _is_out_of_memory(error)
+        if no_memory:
+            # Its frames keep the tensors of the step.
+            traceback.clear_frames(error.__traceback__)
+            session.end(OutOfMemoryError(f"there was no memory for step {step}; the executor's log says for what"))
+        else:
+            session.end(StepFailedError(f"the model failed on step {step}; the executor's log says why"))
         self.runner.clear()
         if self.runner.model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.runner.model.device)
+                if no_memory:
+                    torch.cuda.empty_cache()
             except RuntimeError:
                 log.exception("device lost")
                 self._device_lost()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # PyTorch has no error type for the memory of CPUs.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

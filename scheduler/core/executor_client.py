@@ -24,8 +24,8 @@ CONNECT_SECONDS = 2.0
 LOAD_SECONDS, WEIGHTS_SECONDS = 60.0, 1800.0
 # Pause between two attempts to load weights, at first and at most.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-# The reason with which an executor ends a session whose weights it is about to change.
-UPDATING_WEIGHTS = "UPDATING_WEIGHTS"
+# The reasons with which an executor ends a session: for other weights, and when it has no memory for a step.
+UPDATING_WEIGHTS, OUT_OF_MEMORY = "UPDATING_WEIGHTS", "OUT_OF_MEMORY"
 
 log = structlog.get_logger()
 
@@ -116,7 +116,13 @@ class ExecutorClient:
                 answers.put(ExecutorLostError("the executor ended the session"))
             except grpc.RpcError as error:
                 cause = from_rpc_error(error)
-                answers.put(ExecutorLostError(str(cause), is_planned=cause.reason == UPDATING_WEIGHTS))
+                answers.put(
+                    ExecutorLostError(
+                        str(cause),
+                        is_planned=cause.reason == UPDATING_WEIGHTS,
+                        is_out_of_memory=cause.reason == OUT_OF_MEMORY,
+                    )
+                )
             self._commands.put(SessionEnded())
 
         # A daemon: it ends with the channel.

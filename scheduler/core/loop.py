@@ -69,6 +69,7 @@ class StepLoop:
         self._listener = listener
         self._times = times
         self._max_tokens = max_batched_tokens
+        times.max_tokens.set(max_batched_tokens)
         self._budget = budget
         self._batch = RunningBatch()
         self._in_flight: deque[InFlightStep] = deque()
@@ -95,7 +96,9 @@ class StepLoop:
                     self.step()
             except ExecutorLostError as error:
                 log.warning("executor lost", cause=str(error), sequences=len(self._batch))
-                self._restart(is_planned=error.is_planned)
+                # With fewer tokens in a step, all requests may succeed: so none is to blame yet.
+                harmless = error.is_planned or (error.is_out_of_memory and self._halve_steps())
+                self._restart(is_planned=harmless)
         self._finish()
 
     def dump(self) -> dict[str, Any]:
@@ -330,6 +333,17 @@ class StepLoop:
 
     def _report_session(self, session: int) -> None:
         self._session = self._batch.cache_update.session = session
+
+    def _halve_steps(self) -> bool:
+        """Halves the limit on tokens of a step, after a step that was too large; returns False for a single token."""
+        tokens = self._in_flight[0].num_tokens if self._in_flight else 0
+        limit = min(tokens, self._max_tokens) // 2
+        if not limit:
+            return False
+        log.warning("the executor has no memory for a step; steps are shorter now", tokens=tokens, max_tokens=limit)
+        self._max_tokens = limit
+        self._times.max_tokens.set(limit)
+        return True
 
     def _restart(self, *, is_planned: bool) -> None:
         if not is_planned:

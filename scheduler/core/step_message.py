@@ -34,6 +34,11 @@ class InFlightStep:
         return [*((sequence, 1, True) for sequence in self.decodes), *self.prefills]
 
     @property
+    def num_tokens(self) -> int:
+        """The largest possible number of tokens: drafts may be fewer."""
+        return len(self.decodes) + sum(count for _, count, _ in self.prefills) + sum(count for _, count in self.drafts)
+
+    @property
     def prefill_tokens(self) -> int:
         """Tokens of prefill chunks, except chunks of a single token, which take as long as a decode."""
         return sum(count for _, count, _ in self.prefills if count > 1)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import xxhash
@@ -28,33 +28,43 @@ class BlockCopier:
         # Seconds to copy a block from a tier to the device, a moving average.
         self.block_times: dict[Tier, float] = {}
 
-    def run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
-        """Does a copy, once the device is past the mark `after`. Raises CacheSlotError, OSError, RuntimeError.
+    def run(
+        self, copy: Copy, after: Any, source_read: Callable[[], None], together: int
+    ) -> Generator[None, None, None]:
+        """Begins a copy, once the device is past the mark `after`; yields; ends the copy after `finish`.
 
-        source_read: called when the source may be overwritten, if that is before the end.
+        source_read: called when the source may be overwritten, if that is before the end. together: number of copies
+        that the thread begins before it calls `finish`. Raises CacheSlotError, OSError, RuntimeError.
         """
         begin = time.perf_counter()
         if not copy.source:
             self._zero(copy)
+            yield
         elif copy.source_tier is Tier.DEVICE:
-            self._offload(copy, after, source_read)
+            yield from self._offload(copy, after, source_read)
         elif copy.target_tier is Tier.DEVICE:
-            self._onload(copy, after)
-            self._note_time(copy.source_tier, time.perf_counter() - begin)
+            yield from self._onload(copy, after)
+            self._note_time(copy.source_tier, (time.perf_counter() - begin) / together)
         else:
             self._between_files(copy)
+            yield
+
+    def finish(self) -> None:
+        """Waits until the device has done all copies that this thread has begun. Raises RuntimeError."""
+        self._device.finish()
 
     def void(self, copy: Copy) -> None:
         """Empties the target of a copy that failed: its old contents must not be found."""
         if copy.target_tier is not Tier.DEVICE:
             self._files[copy.target_tier].claim(copy.group, copy.target)
 
-    def _offload(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+    def _offload(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> Generator[None, None, None]:
         target, slot = self._files[copy.target_tier], (copy.group, copy.target)
         if target.in_place:
             target.claim(*slot)
         data = target.buffer(*slot, self._staging(target))
-        self._device.read(copy.group, copy.source, data, after)
+        self._device.begin_read(copy.group, copy.source, data, after)
+        yield
         source_read()
         if not target.in_place:
             # Only now, because a disk may be slow, and the source slot is needed.
@@ -64,9 +74,11 @@ class BlockCopier:
         target.commit(*slot, copy.ticket, checksum)
         _count(copy, data)
 
-    def _onload(self, copy: Copy, after: Any) -> None:
+    def _onload(self, copy: Copy, after: Any) -> Generator[None, None, None]:
+        # While this thread verifies a block, the device copies the previous block.
         data, _ = self._good(copy)
-        self._device.write(copy.group, copy.target, data, after)
+        self._device.begin_write(copy.group, copy.target, data, after)
+        yield
         _count(copy, data)
 
     def _between_files(self, copy: Copy) -> None:

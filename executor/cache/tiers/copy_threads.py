@@ -1,9 +1,11 @@
 """Runs copies between tiers in separate threads, beside the device's work; copies of a slot keep their order."""
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -23,8 +25,9 @@ STALL_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 20.0
 
 T = TypeVar("T")
-# Runs one copy: (copy, mark that the device must pass first, callback once the source has been read). May raise.
-Run = Callable[[Copy, Any, Callable[[], None]], None]
+# Begins a copy, yields, and ends the copy after `finish`. Arguments: the copy, a mark that the device must pass first,
+# a callback once the source has been read, and the number of copies that the thread runs together. May raise.
+Run = Callable[[Copy, Any, Callable[[], None], int], Generator[None, None, None]]
 # Called once per copy, in any thread, with whether it succeeded.
 Ended = Callable[[Copy, bool], None]
 
@@ -40,13 +43,24 @@ class LostSourceError(Exception):
 class CopyThreads:
     """Threads that run copies; they start with the first copy. One thread submits copies and waits for them.
 
-    void: called for every copy that fails, because its target must not keep its old contents. memory_threads:
-    threads for copies between memories.
+    void: called for every copy that fails, because its target must not keep its old contents. finish: called by a
+    thread that has begun some copies; returns when they are done. memory_threads: threads for copies between memories.
+    together: copies between memories that a thread begins, at most, before it calls `finish`.
     """
 
-    def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None, memory_threads: int = 2) -> None:
+    def __init__(
+        self,
+        run: Run,
+        void: Callable[[Copy], None] = lambda _: None,
+        finish: Callable[[], None] = lambda: None,
+        *,
+        memory_threads: int = 2,
+        together: int = 1,
+    ) -> None:
         self._run = run
+        self._finish = finish
         self._memory_threads = memory_threads
+        self._together = together
         self._void = void
         self._order = CopyHazards()
         self._changed = threading.Condition()
@@ -121,25 +135,45 @@ class CopyThreads:
 
     def _start(self) -> None:
         self._started = True
-        for name, jobs, count in (("memory", self._memory, self._memory_threads), ("disk", self._disk, DISK_THREADS)):
+        for name, jobs, count, together in (
+            ("memory", self._memory, self._memory_threads, self._together),
+            # Each thread has staging memory for one block.
+            ("disk", self._disk, DISK_THREADS, 1),
+        ):
             for _ in range(count):
-                threading.Thread(target=self._work, args=(jobs,), name=f"copies, {name}", daemon=True).start()
+                threading.Thread(target=self._work, args=(jobs, together), name=f"copies, {name}", daemon=True).start()
 
     def _dispatch(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             tiers = job.copy.source_tier, job.copy.target_tier
             (self._disk if Tier.DISK in tiers else self._memory).put(job)
 
-    def _work(self, jobs: queue.SimpleQueue[Job]) -> None:
+    def _work(self, jobs: queue.SimpleQueue[Job], together: int) -> None:
         while True:
-            job = jobs.get()
+            taken = _take(jobs, together)
             with self._changed:
-                job.begun = True
-            good = self._try(job)
-            self._report(job, good)
+                for job in taken:
+                    job.begun = True
+            failed = self._run_all(taken)
+            for job in taken:
+                self._report(job, job not in failed)
             with self._changed:
-                self._dispatch(self._order.end(job, good))
+                for job in taken:
+                    self._dispatch(self._order.end(job, job not in failed))
                 self._changed.notify_all()
+
+    def _run_all(self, jobs: Sequence[Job]) -> set[Job]:
+        """Runs copies that do not touch the same slots; returns those that failed."""
+        runs = {job: self._run(job.copy, job.after, partial(self._read, job), len(jobs)) for job in jobs}
+        begun = [job for job in jobs if self._try(job, partial(_begin, job, runs[job]))]
+        lost: Exception | None = None
+        try:
+            # Also after a failure: the device may still use the slots.
+            self._finish()
+        except Exception as error:  # As in `_try`: all these copies fail.
+            lost = error
+        ended = {job for job in begun if self._try(job, partial(_end, runs[job], lost))}
+        return {*jobs} - ended
 
     def _report(self, job: Job, good: bool) -> None:
         try:
@@ -148,12 +182,10 @@ class CopyThreads:
             log.exception("the end of a copy was not reported", ticket=job.copy.ticket)
         metrics.PENDING_COPIES.dec()
 
-    def _try(self, job: Job) -> bool:
+    def _try(self, job: Job, part: Callable[[], object]) -> bool:
         try:
             try:
-                if job.lost_source:
-                    raise LostSourceError("its source was never written")
-                self._run(job.copy, job.after, lambda: self._read(job))
+                part()
             except Exception:
                 self._void(job.copy)
                 raise
@@ -174,3 +206,26 @@ class CopyThreads:
         if self._summaries.is_due():
             count, self._unlogged = self._unlogged, 0
             log.warning("copies failed", count=count, source=tiers[0], target=tiers[1], last=repr(error))
+
+
+def _take(jobs: queue.SimpleQueue[Job], most: int) -> list[Job]:
+    """Waits for a job; returns it with others that wait, `most` in all."""
+    taken = [jobs.get()]
+    with contextlib.suppress(queue.Empty):
+        while len(taken) < most:
+            taken.append(jobs.get_nowait())
+    return taken
+
+
+def _begin(job: Job, run: Generator[None, None, None]) -> None:
+    if job.lost_source:
+        raise LostSourceError("its source was never written")
+    next(run)
+
+
+def _end(run: Generator[None, None, None], lost: Exception | None) -> None:
+    if lost is not None:
+        # The error's traceback keeps the generator, which would keep the memory of a file.
+        run.close()
+        raise lost
+    next(run, None)

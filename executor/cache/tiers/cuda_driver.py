@@ -24,12 +24,15 @@ class Rows:
     def bytes(self) -> int:
         return self.width * self.height
 
+    def of_slot(self, slot: int) -> "Rows":
+        """Returns the rows of a slot; these are the rows of slot 0."""
+        return Rows(self.address + slot * self.width, self.pitch, self.width, self.height)
 
-def block_rows(cache: Tensor, slot: int) -> Rows:
-    """Returns where a block lies in a pool's cache, [layers, slots, ...] contiguous."""
+
+def first_rows(cache: Tensor) -> Rows:
+    """Returns the rows of slot 0 in a pool's cache, [layers, slots, ...] contiguous."""
     size = cache.element_size()
-    width = cache.stride(1) * size
-    return Rows(cache.data_ptr() + slot * width, cache.stride(0) * size, width, cache.shape[0])
+    return Rows(cache.data_ptr(), cache.stride(0) * size, cache.stride(1) * size, cache.shape[0])
 
 
 class _Copy(ctypes.Structure):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from executor.cache.pool import KvPools
-from executor.cache.tiers.cuda_driver import CudaDriver, Rows, block_rows
+from executor.cache.tiers.cuda_driver import CudaDriver, Rows, first_rows
 from executor.cache.tiers.layout import Bytes
 
 log = structlog.get_logger()
@@ -26,23 +26,28 @@ _Part: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 class DeviceBlocks(Protocol):
-    """Moves whole blocks. `read` and `write` are called from several threads, on different slots, and block.
+    """Moves whole blocks. `begin_read`, `begin_write` and `finish` are called from several threads, on different slots.
 
-    threads: number of threads that copy fastest.
+    threads: number of threads that copy fastest. together: copies that a thread begins, at most, before it waits.
     """
 
     threads: int
+    together: int
 
     def mark(self) -> Any:
         """Returns a mark after the work submitted to the device so far; called by the thread that submits it."""
         ...
 
-    def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:
-        """Copies a block out once the device is past the mark `after`."""
+    def begin_read(self, group: int, slot: int, into: Bytes, after: Any) -> None:
+        """Begins to copy a block out, once the device is past the mark `after`. Raises RuntimeError."""
         ...
 
-    def write(self, group: int, slot: int, data: Bytes, after: Any) -> None:
-        """Copies a block in once the device is past the mark `after`."""
+    def begin_write(self, group: int, slot: int, data: Bytes, after: Any) -> None:
+        """Begins to copy a block in, once the device is past the mark `after`. Raises RuntimeError."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until all copies that the thread has begun are done. Raises RuntimeError."""
         ...
 
     def staging(self, size: int) -> Bytes:
@@ -67,7 +72,7 @@ def blocks_of(pools: KvPools) -> DeviceBlocks:
 class CpuBlocks:
     """Pools in host memory. numpy copies in one thread and without the GIL."""
 
-    threads = 2
+    threads, together = 2, 1
 
     def __init__(self, pools: KvPools) -> None:
         # Per group, its caches, [layers, slots, bytes] each, and where the parts of a block end.
@@ -78,13 +83,16 @@ class CpuBlocks:
     def mark(self) -> None:
         """Returns None: a CPU has no pending work."""
 
-    def read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
+    def begin_read(self, group: int, slot: int, into: Bytes, after: Any) -> None:  # noqa: ARG002
         for cache, part in self._parts(group, into):
             np.copyto(part, cache[:, slot])
 
-    def write(self, group: int, slot: int, data: Bytes, after: Any) -> None:  # noqa: ARG002
+    def begin_write(self, group: int, slot: int, data: Bytes, after: Any) -> None:  # noqa: ARG002
         for cache, part in self._parts(group, data):
             np.copyto(cache[:, slot], part)
+
+    def finish(self) -> None:
+        """Nothing to do: each copy has ended."""
 
     def _parts(self, group: int, block: Bytes) -> Iterator[tuple[_Cache, _Part]]:
         """Yields each cache of a group with its part of a block's bytes, [layers, bytes]."""
@@ -110,8 +118,12 @@ def _as_bytes(cache: Tensor) -> _Cache:
 class CudaBlocks:
     """Pools on a GPU: each thread copies on a separate stream, beside the device's work."""
 
+    # A copy of 2 MB takes as long as some calls in Python: a wait for each copy would keep the bus idle.
+    together = 16
+
     def __init__(self, pools: KvPools, device: torch.device) -> None:
-        self._caches = [list(pool.caches) for pool in pools.pools]
+        # Per group, the rows of slot 0 in each cache.
+        self._rows = [[first_rows(cache) for cache in pool.caches] for pool in pools.pools]
         self._device = device
         self._driver = CudaDriver()
         self._local = threading.local()
@@ -125,22 +137,23 @@ class CudaBlocks:
         event.record()
         return event
 
-    def read(self, group: int, slot: int, into: Bytes, after: torch.cuda.Event) -> None:
+    def begin_read(self, group: int, slot: int, into: Bytes, after: torch.cuda.Event) -> None:
         self._copy(self._driver.to_host, group, slot, into, after)
 
-    def write(self, group: int, slot: int, data: Bytes, after: torch.cuda.Event) -> None:
+    def begin_write(self, group: int, slot: int, data: Bytes, after: torch.cuda.Event) -> None:
         self._copy(self._driver.to_device, group, slot, data, after)
+
+    def finish(self) -> None:
+        self._stream().synchronize()
 
     def _copy(
         self, copy: Callable[[Rows, int, int], None], group: int, slot: int, host: Bytes, after: torch.cuda.Event
     ) -> None:
         stream, address = self._stream(), host.ctypes.data
         stream.wait_event(after)
-        for cache in self._caches[group]:
-            rows = block_rows(cache, slot)
-            copy(rows, address, stream.cuda_stream)
-            address += rows.bytes
-        stream.synchronize()
+        for first in self._rows[group]:
+            copy(first.of_slot(slot), address, stream.cuda_stream)
+            address += first.bytes
 
     def staging(self, size: int) -> Bytes:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()

@@ -53,7 +53,9 @@ class Tiers:
         mover = BlockCopier(self._device, self._files, checksums=checksums)
         # Seconds to copy a block from a tier to the device, a moving average, as far as known.
         self.block_times: Mapping[Tier, float] = mover.block_times
-        self._copier = CopyThreads(mover.run, mover.void, self._device.threads)
+        self._copier = CopyThreads(
+            mover.run, mover.void, mover.finish, memory_threads=self._device.threads, together=self._device.together
+        )
 
     @property
     def slots(self) -> dict[Tier, int]:

@@ -208,8 +208,8 @@ def test_a_block_is_copied_as_a_whole(model: Model, other: Model) -> None:
     # Two layers, one head of 16 numbers in two bytes, keys and values.
     assert pool.block_bytes == alone.block_bytes + 2 * 2 * BLOCK_SIZE * 16 * 2
     data = np.empty(pool.block_bytes, dtype=np.uint8)
-    CpuBlocks(pools).read(0, 3, data, None)
-    CpuBlocks(pools).write(0, 5, data, None)
+    CpuBlocks(pools).begin_read(0, 3, data, None)
+    CpuBlocks(pools).begin_write(0, 5, data, None)
     for cache, expected in zip(pool.caches, before, strict=True):
         assert torch.equal(cache[:, 5], expected)
 

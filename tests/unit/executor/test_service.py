@@ -269,6 +269,28 @@ async def test_a_failing_model_ends_the_session_and_not_the_process(
         assert list((await stream.run(**join(1))).sequences) == [1]
 
 
+def without_cuda_memory(*_: object, **__: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def without_cpu_memory(*_: object, **__: object) -> torch.Tensor:
+    return torch.empty(1 << 55)
+
+
+@pytest.mark.parametrize("failing", [without_cuda_memory, without_cpu_memory])
+async def test_a_session_that_ends_for_lack_of_memory_says_so(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., torch.Tensor]
+) -> None:
+    async with stack.session() as stream:
+        await stream.run(**join(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "embedding", failing)
+            with refused("OUT_OF_MEMORY", code=grpc.StatusCode.RESOURCE_EXHAUSTED):
+                await stream.run()
+    async with stack.session() as stream:
+        assert list((await stream.run(**join(1))).sequences) == [1]
+
+
 COPY = {"copy_groups": [0], "copy_source_slots": [100], "copy_target_slots": [101]}
 
 

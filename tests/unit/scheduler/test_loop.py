@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from protos.execution.v1 import execution_pb2 as pb
 from scheduler.bridge import Admitted, CommandQueue, RequestUpdates, SessionEnded, Stop
@@ -14,8 +15,9 @@ from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.errors import ExecutorLostError
 from scheduler.metrics import StepTimes
 from scheduler.request import AdapterChange
+from scheduler.sequence import Sequence
 from tests.support.scheduler.copies import down
-from tests.support.scheduler.sequences import Updates, sequence, synced
+from tests.support.scheduler.sequences import BLOCK, Updates, sequence, synced
 
 
 def step_loop(executor: object, commands: CommandQueue, updates: Updates) -> StepLoop:
@@ -192,3 +194,57 @@ def test_the_dump_of_a_failed_loop_has_no_prompts() -> None:
     # Numbers and states alone: no ids, no texts.
     values = [value for value in sequence.values() if not isinstance(value, int | float)]
     assert values == [None, sequence["blocks"]]
+
+
+class Small(OneStep):
+    """An executor with memory for a step of `limit` tokens. Each session computes what is left of a prompt.
+
+    The loop ends with the answer to a step, or when the request is given up.
+    """
+
+    def __init__(self, commands: CommandQueue, updates: Updates, limit: int) -> None:
+        super().__init__(commands)
+        self._updates, self._limit = updates, limit
+        self.attempt = sequence(1, 40, blocks=40).attempt
+        # Tokens of the first step of each session.
+        self.tokens: list[int] = []
+
+    def open(self) -> None:
+        self._opened = False
+        self.steps.clear()
+        if any(item.given_up for item in self._updates.requests):
+            self._commands.put(Stop())
+            return
+        self.tokens.append(0)
+        for item in self._updates.requests:
+            self.attempt = item.retried[-1] if item.retried else self.attempt
+        admitted = Sequence(self.attempt, 1, tables=[list(range(40))], block_size=BLOCK, cached_tokens=0)
+        self._commands.put(Admitted(admitted, session=len(self.tokens)))
+
+    def answer(self) -> pb.StepResult:
+        step = self.steps.pop(0)
+        self.tokens[-1] = self.tokens[-1] or sum(step.chunk_tokens)
+        if sum(step.chunk_tokens) > self._limit:
+            raise ExecutorLostError("there was no memory", is_out_of_memory=True)
+        self._commands.put(Stop())
+        return pb.StepResult(step=step.step, num_tokens=sum(step.chunk_tokens))
+
+
+def test_steps_without_memory_become_shorter_before_a_request_is_to_blame() -> None:
+    commands, updates = CommandQueue(), Updates()
+    executor = Small(commands, updates, limit=10)
+    loop = step_loop(executor, commands, updates)
+    with capture_logs() as logs:
+        loop.run()
+    assert executor.tokens == [40, 20, 10]
+    assert executor.attempt.failures == 0
+    said = [(line["tokens"], line["max_tokens"]) for line in logs if "no memory" in line["event"]]
+    assert said == [(40, 20), (20, 10)]
+
+
+def test_a_request_whose_last_token_finds_no_memory_is_given_up() -> None:
+    commands, updates = CommandQueue(), Updates()
+    executor = Small(commands, updates, limit=0)
+    step_loop(executor, commands, updates).run()
+    assert executor.tokens == [40, 20, 10, 5, 2, 1, 1, 1]
+    assert [arrival for item in updates.requests for arrival in item.given_up] == [1]

@@ -1,7 +1,7 @@
 """Copies run in order if they touch the same slots, else beside each other."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,11 +34,14 @@ class Gates:
         with self._lock:
             return self._gates.setdefault((ticket, what), threading.Event())
 
-    def _run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+    def _run(
+        self, copy: Copy, after: Any, source_read: Callable[[], None], together: int
+    ) -> Generator[None, None, None]:
         self.log.append(f"begin {copy.ticket}")
         self._gate(copy.ticket, "begin").set()
         self._gate(copy.ticket, "read").wait(patience(10))
         source_read()
+        yield
         self._gate(copy.ticket, "end").wait(patience(10))
         self.log.append(f"end {copy.ticket}")
         if copy.ticket in self.fail:
@@ -209,13 +212,14 @@ def test_a_listener_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) ->
     def ended(copy: Copy, good: bool) -> None:
         raise RuntimeError("the loop is closed")
 
-    copier = CopyThreads(lambda copy, after, source_read: None)
+    copier = CopyThreads(lambda copy, after, source_read, together: (None for _ in range(1)))
     copier.submit([down(1, 1, 1), down(2, 1, 1)], ended)
     assert copier.drain(patience(10))
 
 
 def test_a_flood_of_failures_is_one_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+    def run(copy: Copy, after: Any, source_read: Callable[[], None], together: int) -> Generator[None, None, None]:
+        yield
         raise OSError(28, "No space left on device")
 
     copier, ends = CopyThreads(run, memory_threads=1), Ends()
@@ -237,3 +241,60 @@ def test_a_step_does_not_wait_for_ever_for_a_copy_that_has_begun(gates: Gates, m
     # Its slot is as good as before, once it ends.
     gates.end(1)
     gates.copier.wait(writes=[(DEVICE, 0, 1)])
+
+
+class Together:
+    """Copies that run at once in one thread, which waits at the first copy until all are submitted; `log` as above."""
+
+    def __init__(self, *, fail: Mapping[int, str]) -> None:
+        self.log: list[str] = []
+        self.ends = Ends()
+        self.voided: list[int] = []
+        self._fail = fail
+        self._submitted = threading.Event()
+        self.copier = CopyThreads(
+            self._run, lambda copy: self.voided.append(copy.ticket), self._finish, memory_threads=1, together=3
+        )
+
+    def submit(self, *copies: Copy) -> None:
+        self.copier.submit(copies, self.ends)
+        self._submitted.set()
+        assert self.copier.drain(patience(10))
+
+    def _run(
+        self, copy: Copy, after: Any, source_read: Callable[[], None], together: int
+    ) -> Generator[None, None, None]:
+        assert self._submitted.wait(patience(10))
+        self._part(copy, "begin")
+        yield
+        self._part(copy, "end")
+        self.log[-1] += f" of {together}"
+
+    def _part(self, copy: Copy, part: str) -> None:
+        self.log.append(f"{part} {copy.ticket}")
+        if self._fail.get(copy.ticket) == part:
+            raise OSError("full")
+
+    def _finish(self) -> None:
+        self.log.append("finish")
+        if 0 in self._fail:
+            raise RuntimeError("the device is lost")
+
+
+def test_copies_begin_together_and_end_after_one_wait() -> None:
+    world = Together(fail={2: "begin", 3: "end"})
+    world.submit(*(down(ticket, ticket, ticket) for ticket in (1, 2, 3, 4, 5)), up(6, 4, 9))
+    parts = ["begin 1", "begin 2", "begin 3", "finish", "end 1 of 3", "end 3"]
+    # The last copy waits for another copy of the second turn.
+    parts += ["begin 4", "begin 5", "finish", "end 4 of 2", "end 5 of 2", "begin 6", "finish", "end 6 of 1"]
+    assert world.log == parts
+    assert world.ends.of == {1: True, 2: False, 3: False, 4: True, 5: True, 6: True}
+    assert world.voided == [2, 3]
+
+
+def test_copies_that_begin_together_fail_together_if_the_device_does() -> None:
+    world = Together(fail={0: "finish", 2: "begin"})
+    world.submit(*(down(ticket, ticket, ticket) for ticket in (1, 2, 3)))
+    assert world.log == ["begin 1", "begin 2", "begin 3", "finish"]
+    assert world.ends.of == dict.fromkeys((1, 2, 3), False)
+    assert world.voided == [2, 1, 3]

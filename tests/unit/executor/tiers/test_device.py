@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from executor.cache.pool import KvPools
-from executor.cache.tiers.cuda_driver import _Copy, block_rows
+from executor.cache.tiers.cuda_driver import _Copy, first_rows
 from executor.cache.tiers.device import CpuBlocks
 from tests.unit.executor.tiers.world import GROUPS
 
@@ -19,13 +19,13 @@ def test_the_rows_that_a_gpu_copies_are_what_a_cpu_reads(dtype: torch.dtype, gro
     for cache in (pool.k, pool.v):
         cache.copy_(torch.randn(cache.shape).to(dtype))
     data = blocks.staging(pool.block_bytes)
-    blocks.read(group, 2, data, None)
+    blocks.begin_read(group, 2, data, None)
     # K first, layer after layer.
     half = pool.block_bytes // 2
     assert data[:half].tobytes() == pool.k[:, 2].contiguous().view(torch.uint8).numpy().tobytes()
     there = b"".join(
         ctypes.string_at(rows.address + row * rows.pitch, rows.width)
-        for rows in (block_rows(cache, 2) for cache in pool.caches)
+        for rows in (first_rows(cache).of_slot(2) for cache in pool.caches)
         for row in range(rows.height)
     )
     assert there == data.tobytes()

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from executor.cache.tiers import copy_threads as copier_module
 from executor.cache.tiers.block_copy import BlockCopier
-from executor.cache.tiers.copy_threads import CopyThreads
+from executor.cache.tiers.copy_threads import CopyThreads, Run
 from executor.cache.tiers.device import CpuBlocks
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
@@ -61,10 +61,10 @@ class Trouble:
             if count > 0 and others > (1 if writes else 0):
                 self.wrong.append(f"{place} is used twice")
 
-    def around(self, run: Callable[[Copy, Any, Callable[[], None]], None]) -> Callable[..., None]:
+    def around(self, run: Run) -> Run:
         """What the copier runs."""
 
-        def slow(copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+        def slow(copy: Copy, after: Any, source_read: Callable[[], None], together: int) -> Generator[None, None, None]:
             source = (copy.source_tier, copy.group, copy.source) if copy.source else None
             target = (copy.target_tier, copy.group, copy.target)
             self._local.left = self.fails.get(copy.ticket, 1000)
@@ -78,7 +78,11 @@ class Trouble:
             self.use(source, 1, writes=False)
             self.use(target, 1, writes=True)
             try:
-                run(copy, after, read)
+                for _ in run(copy, after, read, together):
+                    # Other copies run in this thread until the end of this copy.
+                    left = self._local.left
+                    yield
+                    self._local.left = left
             finally:
                 self.use(target, -1, writes=True)
                 if reading:
@@ -120,26 +124,36 @@ def slow_file(kind: type[SlotFile], trouble: Trouble) -> type[SlotFile]:
 
 
 class SlowDevice(CpuBlocks):
-    """A device whose every part can be broken off."""
+    """A device whose every part can be broken off, and that copies when a thread waits for it."""
 
     def __init__(self, pools: Any, trouble: Trouble) -> None:
         super().__init__(pools)
         self._trouble = trouble
+        self._local = threading.local()
 
-    def read(self, group: int, slot: int, into: Any, after: Any) -> None:
+    def begin_read(self, group: int, slot: int, into: Any, after: Any) -> None:
         def work(share: float) -> None:
-            super(SlowDevice, self).read(group, slot, into, after)
+            super(SlowDevice, self).begin_read(group, slot, into, after)
             into[int(share * len(into)) :] = 0xEE
 
-        self._trouble.part(work)
+        self._begin(work)
 
-    def write(self, group: int, slot: int, data: Any, after: Any) -> None:
+    def begin_write(self, group: int, slot: int, data: Any, after: Any) -> None:
         def work(share: float) -> None:
             part = data.copy()
             part[int(share * len(part)) :] = 0xEE
-            super(SlowDevice, self).write(group, slot, part, after)
+            super(SlowDevice, self).begin_write(group, slot, part, after)
 
-        self._trouble.part(work)
+        self._begin(work)
+
+    def _begin(self, work: Callable[[float], None]) -> None:
+        self._local.begun = [*getattr(self._local, "begun", ()), work]
+        self._trouble.part(lambda share: None)
+
+    def finish(self) -> None:
+        begun, self._local.begun = getattr(self._local, "begun", ()), []
+        for work in begun:
+            work(1.0)
 
 
 class World:
@@ -158,7 +172,9 @@ class World:
             for kind in (HostFile, DiskFile)
         }
         mover = BlockCopier(SlowDevice(self.pools, self.trouble), self.files, checksums=True)
-        self.copier = CopyThreads(self.trouble.around(mover.run), self.trouble.around_void(mover.void))
+        self.copier = CopyThreads(
+            self.trouble.around(mover.run), self.trouble.around_void(mover.void), mover.finish, together=1 + seed % 3
+        )
         self.ends = Ends()
         self.expected: dict[int, bool] = {}
         self.ticket = 0

@@ -144,14 +144,15 @@ def test_a_slot_that_holds_nothing_is_not_served(tier: Tier, pools: KvPools, tie
 
 
 @LOWER
+@pytest.mark.parametrize("part", ["begin_read", "finish"])
 def test_a_device_that_cannot_be_read_leaves_nothing_of_what_the_slot_held(
-    tier: Tier, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+    tier: Tier, tiers: Tiers, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    def fail(self: CpuBlocks, group: int, slot: int, into: Any, after: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("the device is lost")
 
     assert run(tiers, down(1, 1, 2, tier)) == {1: True}
-    monkeypatch.setattr(CpuBlocks, "read", fail)
+    monkeypatch.setattr(CpuBlocks, part, fail)
     assert run(tiers, down(2, 1, 2, tier)) == {2: False}
     assert tiers.snapshot().generations(tier, 0).tolist() == [0, 0, 0, 0]
 
@@ -270,8 +271,8 @@ from executor.step import Tier
 stuck = False
 
 class Device(CpuBlocks):
-    def read(self, group, slot, into, after):
-        super().read(group, slot, into, after)
+    def begin_read(self, group, slot, into, after):
+        super().begin_read(group, slot, into, after)
         if tier is Tier.HOST:
             break_off(into)
 
