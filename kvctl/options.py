@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvctl.session import Session
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.durations import MAX_SECONDS
 
 T = TypeVar("T")
 
@@ -41,8 +42,6 @@ CachemgrMetrics = Annotated[
 TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-# The longest duration of a message.
-MAX_SECONDS = 315_576_000_000
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+")
 
 

@@ -200,8 +200,8 @@ class Recovery:
         former device blocks, whose last uses are unknown, are evicted in the reverse order of these calls.
         """
         pool = self._pools[record.group] if record.group < len(self._pools) else None
-        if pool is not None and (self._is_forgotten(record) or self._is_purged(record)):
-            if pool.window is None or self._is_forgotten(record):
+        if pool is not None and ((is_forgotten := self._is_forgotten(record)) or self._is_purged(record)):
+            if is_forgotten or pool.window is None:
                 # Its descendants go, too, even if its own bytes are lost.
                 self._forgotten_keys.add(record.key)
             self._leave(record)

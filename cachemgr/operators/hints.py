@@ -189,11 +189,8 @@ class HintRunner:
             self._grant(request, blocks)
             kept = sum(block.priority > priority for _, block in blocks) if self._is_last_request else 0
             if kept:
-                return (
-                    HintOutcome.CLIPPED,
-                    f"leases of other holders keep {kept} of the blocks at a higher priority",
-                    len(blocks),
-                )
+                why = f"leases of other holders keep {kept} of the blocks at a higher priority"
+                return HintOutcome.CLIPPED, why, len(blocks)
             return HintOutcome.ACCEPTED, "", len(blocks)
         return self._moved("Demote", self._offload, blocks)
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Collection
 from functools import cache
 
-from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block import Block, CacheScope, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import BlocksInUseError
 from cachemgr.operators.removal_plan import RemovalPlan
-from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY
+from cachemgr.retention.priority import NO_PRIORITY, priority_or_default
 from cachemgr.sequences.clients import Executor
 from cachemgr.sequences.prefix_match import keys_of
 from cachemgr.slices import Steps, pop_batches, read_batches, write_batches
@@ -17,17 +17,7 @@ from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
     """Whether a filter matches a block; ignores the filter's pool and prefix."""
-    scope = block.scope
-    if scope is None:
-        wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
-        if any(one is not None for one in wanted):
-            return False
-    elif not (
-        selected.salt in (None, scope.salt)
-        and selected.adapter_id in (None, scope.adapter_id)
-        and selected.session_id in (None, scope.session_id)
-        and selected.tenant_id in (None, scope.tenant_id)
-    ):
+    if not _matches_scope(block.scope, selected):
         return False
     if selected.tier is not None and pool.tier_of(block).kind is not selected.tier:
         return False
@@ -45,10 +35,7 @@ def stored_filter(executor: Executor, groups: Collection[int], selected: BlockFi
     def matches_record(record: BlockRecord) -> bool:
         return (
             record.group in groups
-            and selected.salt in (None, record.salt)
-            and selected.adapter_id in (None, record.adapter_id)
-            and selected.session_id in (None, record.session_id)
-            and selected.tenant_id in (None, record.tenant_id)
+            and _matches_scope(record, selected)
             and selected.tier in (None, record.tier)
             and (selected.max_priority is None or _priority(record) <= selected.max_priority)
             and (prefix is None or record.key in keys(record.weight_version))
@@ -57,9 +44,21 @@ def stored_filter(executor: Executor, groups: Collection[int], selected: BlockFi
     return matches_record
 
 
+def _matches_scope(scope: CacheScope | BlockRecord | None, selected: BlockFilter) -> bool:
+    """Whether a filter matches the scope of a block; without a scope, whether the filter selects no scope."""
+    if scope is None:
+        wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
+        return all(one is None for one in wanted)
+    return (
+        selected.salt in (None, scope.salt)
+        and selected.adapter_id in (None, scope.adapter_id)
+        and selected.session_id in (None, scope.session_id)
+        and selected.tenant_id in (None, scope.tenant_id)
+    )
+
+
 def _priority(record: BlockRecord) -> int:
-    largest = max((lease.priority for lease in record.leases), default=NO_PRIORITY)
-    return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
+    return priority_or_default(max((lease.priority for lease in record.leases), default=NO_PRIORITY))
 
 
 def purge(

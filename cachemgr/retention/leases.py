@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Protocol
 
-from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, RULE, RetentionRequest
+from cachemgr.retention.priority import DEFAULT_PRIORITY, RULE, RetentionRequest, priority_or_default
 from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
 
@@ -74,7 +74,7 @@ _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
 
 def shown_priority(request: RetentionRequest) -> int:
     """The priority that a request alone gives."""
-    return DEFAULT_PRIORITY if request.priority == NO_PRIORITY else request.priority
+    return priority_or_default(request.priority)
 
 
 class Lease:
@@ -111,8 +111,7 @@ def effective_priority(block: LeasedBlock) -> int:
     """The largest priority among a block's leases."""
     if block.lease is None:
         return DEFAULT_PRIORITY
-    largest = max(lease.request.priority for lease in leases_of(block))
-    return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
+    return priority_or_default(max(lease.request.priority for lease in leases_of(block)))
 
 
 def offload_floor(block: LeasedBlock, default: int) -> int:

@@ -14,6 +14,11 @@ SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hi
 WEIGHTS = "weights"
 
 
+def priority_or_default(priority: int) -> int:
+    """DEFAULT_PRIORITY for NO_PRIORITY."""
+    return DEFAULT_PRIORITY if priority == NO_PRIORITY else priority
+
+
 class RetentionRequest(NamedTuple):
     """A holder's request for one block. `duration` in seconds, None for no end."""
 

@@ -4,6 +4,9 @@ from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 
+# The longest duration of a message: 10,000 years.
+MAX_SECONDS = 315_576_000_000
+
 
 def duration(seconds: float) -> Duration:
     """Converts seconds to a message."""

@@ -24,6 +24,7 @@ from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcommon.eviction import Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc import tracing
+from protos.rpc.durations import MAX_SECONDS
 from protos.rpc.errors import InvalidField
 from scheduler.errors import ContextLengthError, ModelNotFoundError
 from scheduler.frontend.adapters import AdapterTable
@@ -71,8 +72,6 @@ MAX_ABORTED = 1024
 MAX_ARGUMENTS_BYTES = 65_536
 # Whole numbers up to this are exact as doubles; protobuf's Struct converts all numbers to doubles.
 _EXACT = 1 << 53
-# The longest google.protobuf.Duration, in seconds.
-MAX_SECONDS = 315_576_000_000
 # Most names of models that an error shows.
 _SHOWN_NAMES = 20
 # The field that holds the prompt, by the kind of input.

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import MAX_SECONDS
 from scheduler.frontend import validation
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -81,13 +82,13 @@ Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Priority = Annotated[Uint32, Field(json_schema_extra=bounds(0, validation.MAX_PRIORITY))]
 _LEAST_SECONDS = 0.001
 _SECONDS_SCHEMA: list[dict[str, Any]] = [
-    {"type": "number", "minimum": _LEAST_SECONDS, "maximum": validation.MAX_SECONDS},
+    {"type": "number", "minimum": _LEAST_SECONDS, "maximum": MAX_SECONDS},
     {"type": "string", "pattern": "^[1-9][0-9]{0,5}[smhd]$"},
 ]
 Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
-    Field(ge=_LEAST_SECONDS, le=validation.MAX_SECONDS),
+    Field(ge=_LEAST_SECONDS, le=MAX_SECONDS),
     WithJsonSchema({"anyOf": _SECONDS_SCHEMA}),
 ]
 # OpenAI's prompt_cache_retention: a duration; in_memory and null ask for no retention.
