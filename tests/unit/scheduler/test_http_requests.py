@@ -192,7 +192,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for value in NO_DOUBLES
     ),
     ({"chat_template_kwargs": {"x": ["\ud800"]}}, "chat_template_kwargs.x[0] must not have an unpaired surrogate"),
-    ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort must be the same as in chat_template_kwargs"),
+    (
+        {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"},
+        "reasoning_effort must be the same as in chat_template_kwargs",
+    ),
     (said(role="user", content=None), "messages[1].content is missing"),
     (said(reasoning="a", reasoning_content="b"), "messages[1].reasoning cannot be given with another"),
     ({"extra_key": "one", "cache_salt": "other"}, "extra_key cannot be given"),
