@@ -407,10 +407,12 @@ class CacheClient:
                 return await method(message, timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
-            if error.code not in _AWAY:
+            registers = isinstance(message, pb.RegisterSchedulerRequest)
+            # A manager that fails in a call starts again, and then registers the scheduler.
+            if error.code not in _AWAY and not (registers and error.code is grpc.StatusCode.INTERNAL):
                 if isinstance(message, pb.AdmitSequencesRequest | pb.ForkSequenceRequest):
                     raise error
-                if isinstance(message, pb.RegisterSchedulerRequest) and error.reason == _REPLACED:
+                if registers and error.reason == _REPLACED:
                     raise SchedulerReplacedError(error.message, int(error.metadata.get("newest_epoch", 0)))
                 if error.reason not in _FORGOTTEN:
                     await asyncio.sleep(backoff)

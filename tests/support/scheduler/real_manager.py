@@ -19,6 +19,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction_message import EvictionPolicyRequest
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.errors import UnexpectedError
 from protos.rpc.redis_client import open_redis
 from tests.support.patience import patience
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -43,16 +44,16 @@ class NotForkedError(ServiceError):
 class RealManager(rpc.CacheManagerServiceServicer):
     """`unused()` waits until no sequence has blocks, and recounts them.
 
-    Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks fail,
-    the sequences in `void_next` are voided by the next sync, no scheduler registers while `refuses_schedulers`, and no
-    watcher of events gets any while `hides_events`.
+    Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks and the
+    next `failing_registrations` registrations of schedulers fail, the sequences in `void_next` are voided by the next
+    sync, no scheduler registers while `refuses_schedulers`, and no watcher of events gets any while `hides_events`.
     """
 
     def __init__(self, executor: FakeExecutor, *, host_blocks: int = 0, disk_blocks: int = 0) -> None:
         self.gate, self.forks_end = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.forks_end.set()
-        self.failing_forks = 0
+        self.failing_forks = self.failing_registrations = 0
         self.void_next: set[str] = set()
         self.refuses_schedulers = self.hides_events = False
         # Calls of AdmitSequences, answered or not; the answered admissions, and how many of them found no blocks.
@@ -113,6 +114,9 @@ class RealManager(rpc.CacheManagerServiceServicer):
     async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: object) -> Any:
         if self.refuses_schedulers:
             raise ForgottenError("no scheduler is taken")
+        if self.failing_registrations:
+            self.failing_registrations -= 1
+            raise UnexpectedError("a registration fails")
         self.registrations += 1
         return await self._service.RegisterScheduler(request, context)
 

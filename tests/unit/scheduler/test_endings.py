@@ -274,3 +274,13 @@ async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run
         async with run_stack(executor=executor, manager=manager) as stack:
             assert stack.scheduler.failed.is_set()
             assert stack.scheduler.service.obstacle
+
+
+async def test_a_registration_that_fails_in_the_cache_manager_is_repeated(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    manager = RealManager(executor)
+    manager.failing_registrations = 2
+    async with run_stack(executor=executor, manager=manager) as stack:
+        assert not stack.scheduler.failed.is_set()
+        assert manager.failing_registrations == 0
+        assert len((await generate(stack.stub, request([1, 2], 3), patience(30))).token_ids) == 3
