@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import grpc
@@ -16,7 +16,6 @@ from protos.execution.v1 import execution_pb2
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.generation.v1 import generation_pb2
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
@@ -140,7 +139,7 @@ class Scheduler:
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
         manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
-        executor, model = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
+        executor, model = await _describe_executor(settings)
         # The executor refuses epochs older than any that it has seen, and the clock may have been set back since then.
         epoch = max(epoch, executor.scheduler_epoch + 1)
         queue, adapters = WaitingQueue(), AdapterTable(map(Adapter.of, executor.adapters), executor.max_adapters)
@@ -339,20 +338,10 @@ async def _first(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", scheduler_id: str, epoch: int) -> None:
-    """Registers the scheduler, which ends the sequences of its earlier epochs; ignores an error of the call."""
-    message = kvcache_pb2.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=epoch)
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        await manager.RegisterScheduler(message, timeout=CALL_SECONDS)
-
-
 async def _describe_executor(
-    settings: SchedulerSettings, introduce: Callable[[], Awaitable[None]]
+    settings: SchedulerSettings,
 ) -> tuple[execution_pb2.GetExecutorResponse, execution_pb2.GetModelResponse]:
-    """Waits until the executor serves; returns the executor and its model.
-
-    introduce: called whenever the executor answers that it does not serve yet.
-    """
+    """Waits until the executor serves; returns the executor and its model."""
     address = settings.executor_address
     async with open_channel(address, settings.security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
@@ -369,8 +358,6 @@ async def _describe_executor(
                         await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
                     )
                 cause = "it is not serving yet"
-                # Every time, since another process of the cache manager may have started.
-                await introduce()
             except grpc.aio.AioRpcError as error:
                 cause = str(from_rpc_error(error))
             if cause != said:

@@ -64,7 +64,6 @@ class RealManager(rpc.CacheManagerServiceServicer):
         self.forked_ids: list[str] = []
         # Slots by sequence id, at the admission.
         self.tables: dict[str, list[int]] = {}
-        self.registrations = 0
         self.epoch = 0
         self._executor = executor
         self._pool = PoolSpec(
@@ -117,7 +116,6 @@ class RealManager(rpc.CacheManagerServiceServicer):
         if self.failing_registrations:
             self.failing_registrations -= 1
             raise UnexpectedError("a registration fails")
-        self.registrations += 1
         return await self._service.RegisterScheduler(request, context)
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: object) -> pb.AdmitSequencesResponse:

@@ -44,21 +44,6 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
         assert manager.live == []
 
 
-async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -> None:
-    """After all processes ended, the cache manager restores no blocks before a scheduler has registered."""
-    async with scheduler(tmp_path) as running:
-        await running.neighbours.start()
-        running.neighbours.set_serving(True, "kvcache.v1.CacheManagerService")
-        await running.manager.until(lambda: running.manager.registrations)
-        running.neighbours.set_serving(True)
-        async for answer in running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
-            if answer.status == SERVING:
-                break
-        assert (await generate(running.stub, request([1, 2], 5), patience(30))).token_ids == running.executor.expected(
-            [1, 2], 5
-        )
-
-
 @pytest.mark.parametrize("failure", ["the cache manager registers no scheduler", "the tokenizer cannot be read"])
 async def test_the_process_ends_when_its_start_fails(tmp_path: Path, failure: str) -> None:
     async with scheduler(tmp_path) as running:
