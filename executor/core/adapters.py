@@ -63,7 +63,8 @@ class Adapters:
         for name, path in given.items():
             try:
                 self._check(name)
-                self._put(name, path, *self._prepare(Path(path).expanduser()))
+                folder = Path(path).expanduser()
+                self._put(name, path, folder, *self._prepare(folder))
             except (AdapterError, InvalidField, TooManyAdaptersError) as error:
                 raise ModelError(f"{setting}: the adapter {name} cannot be loaded: {error}") from error
 
@@ -86,7 +87,7 @@ class Adapters:
                     f"another adapter is loaded as {name}: unload it first",
                     fields={"name": "is that of another loaded adapter"},
                 )
-            return before or self._put(name, path, adapter, prepared)
+            return self._put(name, path, folder, adapter, prepared)
 
     def prepared_for(self, model: Model) -> dict[int, object]:
         """Returns the loaded adapters prepared for another model, by their ids; in any thread. Raises AdapterError."""
@@ -135,11 +136,13 @@ class Adapters:
     def _prepare(self, folder: Path) -> tuple[Adapter, object]:
         model = self._runner.model
         adapter = read_adapter(folder, model.linears, self._largest_rank)
-        self._folders[adapter.adapter_id] = folder
         return adapter, self._runner.adapters.get(adapter.adapter_id) or model.forward.adapter(adapter.modules)
 
-    def _put(self, name: str, path: str, adapter: Adapter, prepared: object) -> LoadedAdapter:
+    def _put(self, name: str, path: str, folder: Path, adapter: Adapter, prepared: object) -> LoadedAdapter:
+        # Both at once, because `_forget` may have dropped an adapter with this content while it was prepared.
+        self._folders[adapter.adapter_id] = folder
         self._runner.adapters.setdefault(adapter.adapter_id, prepared)
-        loaded = self._by_name[name] = LoadedAdapter(name, adapter.adapter_id, adapter.rank, path)
-        log.info("adapter loaded", name=name, rank=adapter.rank, modules=len(adapter.modules))
-        return loaded
+        if name not in self._by_name:
+            self._by_name[name] = LoadedAdapter(name, adapter.adapter_id, adapter.rank, path)
+            log.info("adapter loaded", name=name, rank=adapter.rank, modules=len(adapter.modules))
+        return self._by_name[name]

@@ -18,6 +18,7 @@ from executor.core.outbox import Outbox, Session
 from executor.core.runner import LaunchedStep, Runner
 from executor.core.worker import Worker
 from executor.errors import AdaptersFixedError, ModelError, StoppingError, UpdatingWeightsError
+from executor.models.adapters import Adapter
 from executor.models.forward import Model
 from executor.models.tokenizer import TokenizerFiles
 from executor.rpc import service
@@ -539,6 +540,24 @@ async def test_adapters_come_and_go_at_run_time(stack: Stack, adapters: Path) ->
     with refused("UNKNOWN_ADAPTER", "name"):
         await called(stack.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")))
     assert (await load("a", "three")).adapter_id not in (one.adapter_id, two.adapter_id)
+
+
+async def test_an_adapter_that_is_loaded_while_it_is_forgotten_stays_with_other_weights(
+    stack: Stack, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = stack.servicer._adapters
+    loaded = await held.load("a", "one")
+    await held.unload("a")
+    prepare = held._prepare
+
+    def forgotten_meanwhile(folder: Path) -> tuple[Adapter, object]:
+        prepared = prepare(folder)
+        held._forget(loaded.adapter_id)
+        return prepared
+
+    monkeypatch.setattr(held, "_prepare", forgotten_meanwhile)
+    await held.load("b", "one")
+    assert list(held.prepared_for(stack.runner.model)) == list(stack.runner.adapters) == [loaded.adapter_id]
 
 
 @pytest.mark.parametrize(
