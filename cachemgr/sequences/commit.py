@@ -8,14 +8,7 @@ from protos.kvcommon.block_keys import child_key
 
 def publish_pending(sequence: Sequence) -> None:
     """Makes the full blocks of the known tokens findable before they are computed."""
-    if sequence.no_store:
-        return
-    known = len(sequence.tokens)
-    if sequence.eviction is not None:
-        known = sequence.eviction.policy.clean_tokens(known, sequence.eviction.prompt)
-    if sequence.store_limit is not None:
-        known = min(known, sequence.store_limit)
-    full = known // sequence.block_size
+    full = sequence.storable(len(sequence.tokens)) // sequence.block_size
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.tree.by_key
         end = min(full, len(table.blocks))

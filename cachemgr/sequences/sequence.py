@@ -140,9 +140,17 @@ class Sequence:
         """Tokens that fit into its tables."""
         return self.num_blocks * self.executor.block_size
 
+    def storable(self, tokens: int) -> int:
+        """How many of N = `tokens` leading tokens may stay in the cache: within its limit, before it evicts tokens."""
+        if self.no_store:
+            return 0
+        if self.eviction is not None and self.eviction.first is not None:
+            tokens = min(tokens, self.eviction.first)
+        return tokens if self.store_limit is None else min(tokens, self.store_limit)
+
     def stores_to(self, tokens: int) -> bool:
         """Whether a block that ends after N = `tokens` tokens may stay in the cache."""
-        return not self.no_store and (self.store_limit is None or tokens <= self.store_limit)
+        return self.storable(tokens) == tokens
 
     @property
     def has_evicted_tokens(self) -> bool:

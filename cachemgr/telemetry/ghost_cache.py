@@ -147,8 +147,7 @@ class Ghosts:
         known = full if is_whole else sequence.cached_tokens // size
         partly = sequence.cached_tokens % size if source and source < bound else 0
         endless = max(sequence.cached_tokens, min(reachable, self._count_seen(keys[:full], known) * size))
-        if not sequence.no_store:
-            self._see(keys[known : self._storable(sequence, full)])
+        self._see(keys[known : sequence.storable(full * size) // size])
         for counts in counted:
             counts.endless += endless
             missed = [min(size, reachable - block_index * size) for block_index in indexes if block_index >= known]
@@ -260,22 +259,19 @@ class Ghosts:
 
     def stored(self, sequence: LiveSequence) -> int:
         """Returns how many leading blocks of a sequence hold the tokens of their keys."""
-        eviction = sequence.eviction
         # Once a sequence has evicted tokens, its table no longer shows its earlier blocks.
-        if eviction is not None and eviction.has_begun:
-            return eviction.committed // self._size
-        return self._storable(sequence, sequence.tables[self.pool.spec.group].committed)
-
-    def _storable(self, sequence: LiveSequence, blocks: int) -> int:
-        """How many of N = `blocks` leading blocks are within the limit on what the sequence stores."""
-        return blocks if sequence.store_limit is None else min(blocks, sequence.store_limit // self._size)
+        if sequence.has_evicted_tokens:
+            committed = _clean(sequence)
+        else:
+            committed = sequence.tables[self.pool.spec.group].committed * self._size
+        return sequence.storable(committed) // self._size
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
         """Notes that a sequence has released its blocks, the first `stored` of which were stored."""
         size, bound = self._size, self._bound
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
-        known = sequence.admission.cached_tokens // size
+        known, clean = sequence.admission.cached_tokens // size, _clean(sequence)
         fresh: list[tuple[bytes, RetentionRequest | None, Content | None]] = []
         longer: list[Content] = []
         if not sequence.no_store:
@@ -286,9 +282,9 @@ class Ghosts:
             ]
             self._see(keys[known:])
             longer = self._longer(sequence, known, stored)
-            is_partial = stored == sequence.computed // size and sequence.computed % size
-            if is_partial and sequence.executor.stores_partial and sequence.stores_to(sequence.computed):
-                start, end = stored * size, sequence.computed
+            is_partial = stored == clean // size and clean % size
+            if is_partial and sequence.executor.stores_partial and sequence.stores_to(clean):
+                start, end = stored * size, clean
                 tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_scope(start, end))
                 last = child_key(tail.parent, tail.tokens, tail.scope.extra)
                 if last < bound:
@@ -381,6 +377,12 @@ class Ghosts:
                     )
                 )
         return GhostReport(caches, blocks, tokens, hit, self.rate)
+
+
+def _clean(sequence: LiveSequence) -> int:
+    """Tokens that were computed before the sequence evicted any."""
+    eviction = sequence.eviction
+    return sequence.computed if eviction is None or not eviction.has_begun else eviction.committed
 
 
 def _larger(request: RetentionRequest | None, other: RetentionRequest | None) -> RetentionRequest | None:

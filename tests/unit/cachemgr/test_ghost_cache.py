@@ -12,7 +12,9 @@ from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.slices import at_once
+from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.types import GhostPolicy, Retention, RetentionRange
+from tests.support.in_process_manager import POLICIES, World
 
 BLOCKS = 400
 POINT = 0.01
@@ -157,6 +159,22 @@ def test_only_computed_blocks_stay_in_a_ghost_cache():
     assert pool.pool_id == "e/0"
     assert found.queried_tokens == 5 * 64
     assert {one.hit_blocks for one in found.caches if one.total_blocks == 16} == {4}
+
+
+@pytest.mark.parametrize("requested", POLICIES, ids=[str(requested.message().kind) for requested in POLICIES])
+@pytest.mark.parametrize("store_tokens", [None, 8])
+@pytest.mark.parametrize("generated", [0, 3, 40])
+def test_a_ghost_cache_keeps_as_much_of_a_sequence_that_evicts_tokens_as_the_pool(requested, store_tokens, generated):
+    world = World(40, config=replace(CONFIG, ghost_sample=40))
+    world.executor().ghosts = ghosts_of(world.executor().pools, world.config)
+    world.admit(list(range(19)), "evicts", eviction_policy=requested, store_tokens=store_tokens)
+    live = world.live["evicts"]
+    world.compute(live, 19 + generated)
+    known = list(live.tokens)
+    world.finish("evicts")
+    found = world.cached_tokens([*known, 1])
+    report, _ = world.queries.ghosts("e")
+    assert {one.hit_tokens for one in report.caches if one.total_blocks >= 40} == {found}
 
 
 def test_only_requests_in_the_time_window_count():
