@@ -22,7 +22,7 @@ from executor.core.restrictions import Restrictions, RowRestrictions
 from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample, score
 from executor.core.state import SequenceTable, tokens_due
 from executor.core.timing import Clock, Span
-from executor.core.validation import Limits, check_copies, check_step
+from executor.core.validation import Limits, check_copies, check_step, invalid
 from executor.errors import GrammarError, InvalidStepError
 from executor.eviction.engine import TokenEviction
 from executor.models.forward import Forward, ForwardOutput, Model
@@ -260,7 +260,7 @@ class Runner:
             matcher = None if grammar is None else self.grammars.matcher(grammar)
         except GrammarError as error:
             field = "new_sequences.sampling.structured_output"
-            raise InvalidStepError(f"{field}: {error}", fields={field: error.message}) from error
+            raise invalid(field, new.sequence, f"cannot be compiled: {error.message}") from error
         eos = frozenset() if matcher is None else self.grammars.eos_token_ids
         return Restrictions(
             replace(sampling, stop_token_ids=sampling.stop_token_ids | eos),

@@ -74,7 +74,7 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
             raise _unknown("removed_sequences", handle)
     for new in step.new_sequences:
         if new.sequence in future:
-            raise _invalid("new_sequences.sequence", new.sequence, "is already in the running set")
+            raise invalid("new_sequences.sequence", new.sequence, "is already in the running set")
         _check_new(new, limits)
         future[new.sequence] = _Future(
             computed=new.num_computed_tokens,
@@ -94,29 +94,29 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
 def _check_new(new: NewSequence, limits: Limits) -> None:
     handle, known = new.sequence, len(new.token_ids)
     if not known:
-        raise _invalid("new_sequences.token_ids", handle, "must not be empty")
+        raise invalid("new_sequences.token_ids", handle, "must not be empty")
     compacted = new.policy is not None and new.policy.compacted
     if known > limits.max_positions and not compacted:
-        raise _invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
+        raise invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
     if max(new.token_ids) >= limits.vocab_size:
-        raise _invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")
+        raise invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")
     if max(new.continuation, default=0) >= limits.vocab_size:
-        raise _invalid("new_sequences.continuation_token_ids", handle, f"must be below {limits.vocab_size}")
+        raise invalid("new_sequences.continuation_token_ids", handle, f"must be below {limits.vocab_size}")
     if new.num_computed_tokens >= known:
-        raise _invalid("new_sequences.num_computed_tokens", handle, f"must be below the {known} tokens known")
+        raise invalid("new_sequences.num_computed_tokens", handle, f"must be below the {known} tokens known")
     if not 1 <= new.num_prompt_tokens <= known:
-        raise _invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
+        raise invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
     if new.adapter_id is not None and new.adapter_id not in limits.adapters:
-        raise _invalid("new_sequences.adapter_id", handle, "names no loaded adapter")
+        raise invalid("new_sequences.adapter_id", handle, "names no loaded adapter")
     if len(new.tables) != len(limits.windows):
-        raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
+        raise invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
     _check_sampling(new, limits)
     for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
         # No later token attends to earlier blocks.
         needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < new.num_computed_tokens:
-            raise _invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
+            raise invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
 
 
 def _check_sampling(new: NewSequence, limits: Limits) -> None:
@@ -124,9 +124,9 @@ def _check_sampling(new: NewSequence, limits: Limits) -> None:
     sampling = new.sampling
     named = chain(sampling.logit_bias, sampling.allowed_token_ids, *sampling.bad_token_ids)
     if max(named, default=0) >= limits.vocab_size:
-        raise _invalid("new_sequences.sampling", handle, f"must name ids below {limits.vocab_size}")
+        raise invalid("new_sequences.sampling", handle, f"must name ids below {limits.vocab_size}")
     if sampling.num_prompt_logprobs is not None and new.num_computed_tokens:
-        raise _invalid("new_sequences.num_computed_tokens", handle, "must be 0 with num_prompt_logprobs")
+        raise invalid("new_sequences.num_computed_tokens", handle, "must be 0 with num_prompt_logprobs")
 
 
 def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> None:
@@ -134,7 +134,7 @@ def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> Non
         if update.sequence not in future:
             raise _unknown("table_sequences", update.sequence)
         if update.group >= len(limits.windows):
-            raise _invalid("table_groups", update.sequence, f"must be below {len(limits.windows)}")
+            raise invalid("table_groups", update.sequence, f"must be below {len(limits.windows)}")
         _check_slots("table_slots", update.sequence, update.slots, limits.num_blocks[update.group])
         future[update.sequence].blocks[update.group] += len(update.slots)
 
@@ -145,18 +145,18 @@ def _check_windows(step: Step, future: dict[int, _Future]) -> None:
         if sequence is None:
             raise _unknown("window_sequences", handle)
         if sequence.policy is None or sequence.policy.bounds is None:
-            raise _invalid("window_sequences", handle, "must have an adaptive window")
+            raise invalid("window_sequences", handle, "must have an adaptive window")
         if not sequence.evicts and handle not in step.evicting:
-            raise _invalid("window_sequences", handle, "must have begun to evict")
+            raise invalid("window_sequences", handle, "must have begun to evict")
         if not sequence.policy.allows_window(tokens):
-            raise _invalid("window_tokens", handle, "must be a multiple of period_tokens within the policy's bounds")
+            raise invalid("window_tokens", handle, "must be a multiple of period_tokens within the policy's bounds")
         sequence.policy = sequence.policy.with_window(tokens)
     for handle in step.looking:
         if handle not in future:
             raise _unknown("looking_sequences", handle)
         policy = future[handle].policy
         if policy is None or policy.bounds is None:
-            raise _invalid("looking_sequences", handle, "must have an adaptive window")
+            raise invalid("looking_sequences", handle, "must have an adaptive window")
 
 
 def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> None:
@@ -165,20 +165,20 @@ def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> N
         if sequence is None:
             raise _unknown("evicting_sequences", handle)
         if sequence.policy is None or sequence.evicts:
-            raise _invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
+            raise invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
         # Models with policies have one layer group.
         _check_slots("evicting_slots", handle, table, limits.num_blocks[0])
         sequence.evicts = True
         if table:
             sequence.blocks = [len(table)]
             if sequence.slots > len(table) * limits.block_size:
-                raise _invalid("evicting_slots", handle, f"do not hold the {sequence.slots} tokens that stay")
+                raise invalid("evicting_slots", handle, f"do not hold the {sequence.slots} tokens that stay")
 
 
 def _check_slots(field: str, handle: int, slots: tuple[int, ...], num_blocks: int, null_until: int = 0) -> None:
     for index, slot in enumerate(slots):
         if slot > num_blocks or (slot == 0 and index >= null_until):
-            raise _invalid(field, handle, f"must be from 1 to {num_blocks}, entry {index} is {slot}")
+            raise invalid(field, handle, f"must be from 1 to {num_blocks}, entry {index} is {slot}")
 
 
 def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False) -> None:
@@ -211,10 +211,10 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
         if handle not in future:
             raise _unknown("chunk_sequences", handle)
         if handle in step.idle:
-            raise _invalid("idle_sequences", handle, "names a sequence with a chunk")
+            raise invalid("idle_sequences", handle, "names a sequence with a chunk")
         left = future[handle].known - future[handle].computed
         if not 1 <= count <= left:
-            raise _invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
+            raise invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
     _check_drafts(step, future)
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
@@ -244,9 +244,9 @@ def _check_drafts(step: Step, future: dict[int, _Future]) -> None:
             raise _unknown("draft_sequences", handle)
         decodes = sequence.known - sequence.computed == 1 and handle not in step.idle and handle not in step.chunks
         if not decodes or sequence.policy is not None:
-            raise _invalid("draft_sequences", handle, "must decode in this step and have no eviction policy")
+            raise invalid("draft_sequences", handle, "must decode in this step and have no eviction policy")
         if not count:
-            raise _invalid("draft_tokens", handle, "must be at least 1")
+            raise invalid("draft_tokens", handle, "must be at least 1")
 
 
 def _check_named(step: Step, handle: int) -> None:
@@ -257,10 +257,11 @@ def _check_named(step: Step, handle: int) -> None:
         ("looking_sequences", step.looking),
     ):
         if handle in named:
-            raise _invalid(column, handle, "must compute in this step")
+            raise invalid(column, handle, "must compute in this step")
 
 
-def _invalid(field: str, handle: int, description: str) -> InvalidStepError:
+def invalid(field: str, handle: int, description: str) -> InvalidStepError:
+    """Returns an error that names the field and the sequence at fault."""
     return InvalidStepError(
         f"sequence {handle}: {field} {description}", fields={field: description}, metadata={"sequence": str(handle)}
     )

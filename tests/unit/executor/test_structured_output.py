@@ -180,8 +180,10 @@ def test_biases_and_forbidden_and_chosen_tokens_change_what_is_sampled(driver: D
 
 def test_a_grammar_that_cannot_be_compiled_changes_nothing(driver: Driver) -> None:
     bad = driver.new_sequence(1, PROMPT, Sampling(grammar=Grammar(GrammarKind.REGEX, "(")))
-    with pytest.raises(InvalidStepError, match=r"structured_output: .*unclosed group"):
+    field = "new_sequences.sampling.structured_output"
+    with pytest.raises(InvalidStepError, match=rf"^sequence 1: {field} cannot be compiled: .*unclosed group") as error:
         driver.step(new_sequences=(bad,), chunks={1: len(PROMPT)})
+    assert (list(error.value.fields), error.value.metadata) == ([field], {"sequence": "1"})
     assert driver.runner.num_sequences == 0
     assert driver.generate(1, PROMPT, 3)
 
