@@ -192,9 +192,8 @@ class Generation:
         return self._push(self._detokenizer.push(text_ids)) if text_ids else False
 
     def _push(self, text: str) -> bool:
-        stopped = False
-        if self._num_detokenized > self.request.sampling.min_tokens:
-            text, stopped = self._stop_strings.push(text)
+        may_end = self._num_detokenized > self.request.sampling.min_tokens
+        text, stopped = self._stop_strings.push(text, may_end=may_end)
         self._chunk.text += text
         if self._first_call is not None:
             self._first_call.push(text)

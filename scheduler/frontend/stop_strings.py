@@ -3,6 +3,11 @@
 from collections.abc import Iterable
 
 
+def first(stop: str, text: str, searched: int) -> int:
+    """Returns where in a text a stop string begins that ends behind `searched` characters; -1 if there is none."""
+    return text.find(stop, max(0, searched - len(stop) + 1))
+
+
 class StopStrings:
     """Takes text in chunks and returns it as soon as it cannot be part of a stop string."""
 
@@ -13,13 +18,16 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Returns text that may be sent, and whether a stop string ends it."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """Returns text that may be sent, and whether a stop string ends it.
+
+        may_end: whether a stop string that ends in this text counts.
+        """
         if not self._stops:
             return text, False
-        text = self._held + text
-        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        searched, text = len(self._held), self._held + text
+        found = [(at, at + len(stop)) for stop in self._stops if (at := first(stop, text, searched)) >= 0]
+        if found and may_end:
             self._held = ""
             # Of several stop strings that begin at the same place, take the shortest.
             begin, end = min(found)

@@ -153,6 +153,29 @@ def test_an_included_stop_string_ends_the_text(stops: list[str], pieces: list[st
     assert "".join(pieces).startswith(texts[1])
 
 
+@given(
+    st.lists(SMALL, min_size=1, max_size=3),
+    st.lists(st.text("ab.", max_size=5), max_size=4),
+    st.lists(st.text("ab.", max_size=5), max_size=8),
+)
+def test_a_stop_string_of_the_least_tokens_is_text_and_may_begin_one_that_ends_behind_them(
+    stops: list[str], least: list[str], pieces: list[str]
+) -> None:
+    matcher = StopStrings(stops)
+    sent, stopped = "", False
+    for index, piece in enumerate(least + pieces):
+        text, stopped = matcher.push(piece, may_end=index >= len(least))
+        sent += text
+        if stopped:
+            break
+    else:
+        sent += matcher.flush()
+    whole, bound = "".join(least + pieces), len("".join(least))
+    ends = [at for stop in stops if (at := whole.find(stop, max(0, bound - len(stop) + 1))) >= 0]
+    assert stopped == bool(ends)
+    assert whole.startswith(sent) if ends else sent == whole
+
+
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     matcher = StopStrings(["</end>"])
     assert matcher.push("a <") == ("a ", False)
