@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.vllm import engine_pb2 as vllm
+from scheduler.frontend.stop_strings import first
 from scheduler.request import Request
 
 _REASONS = {
@@ -81,9 +82,9 @@ class Answers:
         stopped = complete.finish_reason == "stop" and not complete.HasField("matched_stop")
         return stopped and bool(self._stop) and not set(complete.output_ids[-1:]) & set(eos_token_ids)
 
-    def matched(self, text: str) -> str | None:
-        """Returns the stop string that comes first in the text of an output."""
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+    def matched(self, text: str, least: int) -> str | None:
+        """Returns the stop string that comes first in the text of an output and ends behind `least` characters."""
+        found = [(at, stop) for stop in self._stop if (at := first(stop, text, least)) >= 0]
         return min(found)[1] if found else None
 
     def _complete(self, index: int, reason: str) -> vllm.GenerateResponse:

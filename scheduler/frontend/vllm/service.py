@@ -79,7 +79,8 @@ class VllmEngine(rpc.VllmEngineServicer):
         model = self._source.requests.model
         eos = () if request.sampling_params.ignore_eos else model.eos_token_ids
         if answers.is_stopped_by_text(complete, eos):
-            found = answers.matched(await model.decode(complete.output_ids))
+            least = complete.output_ids[: request.sampling_params.min_tokens]
+            found = answers.matched(await model.decode(complete.output_ids), len(await model.decode(least)))
             if found is not None:
                 complete.matched_stop_str = found
 

@@ -144,6 +144,20 @@ async def test_the_end_names_what_has_stopped_the_output(stack: Stack, engine: "
     assert by_token.complete.output_ids[-1] == token
 
 
+async def test_the_end_names_no_stop_string_of_the_least_tokens(
+    stack: Stack, engine: "rpc.VllmEngineAsyncStub"
+) -> None:
+    prompt = prompt_of(30)
+    [whole] = await run(stack, greedy_request(prompt, 40))
+    least = 10
+    bound = len(stack.executor.tokenizer.decode(whole.token_ids[:least]))
+    early, late = whole.text[bound - 4 : bound - 1], whole.text[-12:-9]
+    assert whole.text.index(late) > whole.text.rindex(early) == bound - 4
+    asked = request(prompt, 40, stop=[early, late], min_tokens=least)
+    [found] = await answers(engine.Generate(asked, timeout=patience(30)))
+    assert (found.complete.finish_reason, found.complete.matched_stop_str) == ("stop", late)
+
+
 async def test_the_models_own_end_is_no_match(run_stack: StackFactory) -> None:
     executor, prompt = FakeExecutor(), prompt_of(30)
     executor.eos_token_ids = [EOS, executor.expected(prompt, 5)[-1]]
