@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from executor.errors import FamilyError, ModelError
+from executor.errors import ModelError
 from executor.models.gguf.file import GgufFile
 
 # Architectures by llama.cpp's names; Mistral's models are `llama` there.
@@ -19,20 +19,22 @@ _FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 _SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 # Tokens that end an output: ends of a text, of a turn, of a message that a tool answers.
 _ENDS = ("eos", "eot", "eom")
+# The remedy for a model that the executor may serve in another form than GGUF.
+_INSTEAD = "serve the model's safetensors instead"
 
 
 def configuration(file: GgufFile) -> PretrainedConfig:
     """Returns the configuration of a file's model.
 
-    Raises FamilyError for an architecture or feature that is not served, ModelError for missing or damaged fields.
+    Raises ModelError for an architecture or feature that is not served, and for missing or damaged fields.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture is None:
         raise ModelError(f"the GGUF file {file.path} has no general.architecture in its metadata")
     if architecture not in _FAMILIES:
-        raise FamilyError(
-            f"{architecture}: the executor serves GGUF files of the architectures {', '.join(_FAMILIES)}, and other "
-            "models as safetensors; this is a GGUF file of another architecture"
+        raise ModelError(
+            f"the GGUF file {file.path} is of the architecture {architecture}, and the executor serves GGUF files of "
+            f"{', '.join(_FAMILIES)}: {_INSTEAD}"
         )
     fields = _Fields(file, architecture)
     heads = fields.whole("attention.head_count")
@@ -96,20 +98,24 @@ class _Fields:
         return str(self._value(name, otherwise))
 
     def only(self, name: str, value: object) -> None:
-        """Raises FamilyError for any value except the only served one."""
+        """Raises ModelError for any value except the only served one."""
         if (found := self._value(name, value)) != value:
-            raise FamilyError(
-                f"{self._prefix}{name} of the GGUF file {self._file.path} is {found!r} (the executor serves {value!r} "
-                "only)"
-            )
+            raise self.refused(name, found, repr(value))
+
+    def refused(self, name: str, value: object, served: str) -> ModelError:
+        """Returns the error for a value that is not served."""
+        return ModelError(
+            f"{self._prefix}{name} of the GGUF file {self._file.path} is {value!r}, and the executor serves {served} "
+            f"only: {_INSTEAD}"
+        )
 
     def refuse_others(self) -> None:
-        """Raises FamilyError for fields that were not asked for, because they may change what has to be computed."""
+        """Raises ModelError for fields that were not asked for, because they may change what has to be computed."""
         names = {name.removeprefix(self._prefix) for name in self._file.metadata if name.startswith(self._prefix)}
         if others := sorted(names - self._asked - _SILENT):
-            raise FamilyError(
-                f"serve the model's safetensors instead: {self._prefix}{others[0]}, whose meaning the executor does "
-                f"not know, is a field of the GGUF file {self._file.path}"
+            raise ModelError(
+                f"the GGUF file {self._file.path} has {self._prefix}{others[0]}, whose meaning the executor does not "
+                f"know: {_INSTEAD}"
             )
 
     def _value(self, name: str, otherwise: Any) -> Any:
@@ -130,10 +136,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     # A file with only a factor means linear scaling.
     kind, factor = fields.text("rope.scaling.type", "linear"), fields.number("rope.scaling.factor", 1.0)
     if kind not in ("none", "linear"):
-        raise FamilyError(
-            f"rope.scaling.type {kind}: the executor serves GGUF files with none or linear scaling; this file has "
-            "another scaling"
-        )
+        raise fields.refused("rope.scaling.type", kind, "none or linear")
     if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
     return {"rope_type": "linear", "rope_theta": theta, "factor": factor}

@@ -276,18 +276,28 @@ def test_any_changed_byte_of_the_header_gives_a_file_or_a_sentence(at: int, valu
         assert "\n" not in str(error)  # noqa: PT017
 
 
+INSTEAD = "serve the model's safetensors instead$"
 LACKING = {
     "architecture": (
         {"general.architecture": "falcon"},
-        r"falcon: the executor serves GGUF files of the architectures",
+        r"model\.gguf is of the architecture falcon.*serves GGUF files of llama, qwen2, qwen3: " + INSTEAD,
     ),
     "a size": ({"llama.block_count": None}, r"has no llama\.block_count"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": None}, r"has no llama\.attention\.layer_norm_rms_epsilon"),
     "a size that is no number": ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv a list, which must be"),
-    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count.*is 8"),
-    "part of a head rotated": ({"llama.rope.dimension_count": 16}, r"rope\.dimension_count.*is 16.*serves 32"),
-    "a rope of another kind": ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type yarn"),
-    "a field of no known meaning": ({"llama.logit_scale": 2.0}, r"llama\.logit_scale, whose meaning"),
+    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count.*is 8.*serves 0 only: " + INSTEAD),
+    "part of a head rotated": (
+        {"llama.rope.dimension_count": 16},
+        r"rope\.dimension_count.*is 16.*serves 32 only: " + INSTEAD,
+    ),
+    "a rope of another kind": (
+        {"llama.rope.scaling.type": "yarn"},
+        r"rope\.scaling\.type.*is 'yarn'.*serves none or linear only: " + INSTEAD,
+    ),
+    "a field of no known meaning": (
+        {"llama.logit_scale": 2.0},
+        r"llama\.logit_scale, whose meaning the executor does not know: " + INSTEAD,
+    ),
     "a part of a model": ({"split.count": 3, "split.no": 0}, r"part 1 of 3.*llama-gguf-split --merge"),
     "an end beyond the vocabulary": ({"tokenizer.ggml.eos_token_id": 300}, r"eos_token_id 300.*below 300"),
     "more layers than tensors": ({"llama.block_count": 3}, r"lacks the tensors blk\.2\.attn_norm\.weight"),
