@@ -211,7 +211,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             yield from (part,) if isinstance(part, str) else part
 
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
-        """Forgets blocks, and waits a while for Redis, since the receipt must be true."""
+        """Forgets blocks, and waits a while for Redis: the receipt says whether Redis has the change."""
         receipt = await self._ForgetBlocks(request)
         if not request.validate_only:
             store = self.context.store
@@ -241,6 +241,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         page, token = paging.cut(rest, limit, "sequences", lambda live: live.handle)
         return pb.ListSequencesResponse(sequences=[convert.sequence(live) for live in page], next_page_token=token)
 
+    @kept
     @long_mutation
     def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
         selected = convert_admin.block_filter(request.filter)
@@ -313,10 +314,9 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
                     request="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
                 )
                 return pb.PinPrefixResponse(receipt=receipt)
-        answer = await self._PinPrefix(request)
-        await self.context.keep()
-        return answer
+        return await self._PinPrefix(request)
 
+    @kept
     @mutation
     def _PinPrefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         pinned = self._manager.operators.pin_prefix(

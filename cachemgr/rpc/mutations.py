@@ -325,7 +325,8 @@ def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
     @functools.wraps(call)
     async def keep(self: Servicer, request: Request, context: object = None) -> Answer:  # noqa: ARG001
         answer = await method(self, request)
-        await self.context.keep()
+        if not getattr(request, "validate_only", False):
+            await self.context.keep()
         return answer
 
     return cast("Method[Request, Answer]", keep)

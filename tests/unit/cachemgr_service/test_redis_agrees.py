@@ -75,6 +75,12 @@ async def test_what_an_operator_was_answered_is_in_redis(managers: Managers) -> 
                 assert server.hexists(QUOTAS, f"salt/s{number}")
                 await client.admin.DeleteQuota(pb.DeleteQuotaRequest(salt=f"s{number}"))
                 assert not server.hexists(QUOTAS, f"salt/s{number}")
+            await cached(client, 13)
+            # The answer waits for all earlier changes.
+            await client.admin.SetQuota(pb.SetQuotaRequest(quota=pb.Quota(salt="s", device_floor_blocks=1)))
+            assert server.hlen(BLOCKS)
+            await client.admin.PurgeBlocks(pb.PurgeBlocksRequest())
+            assert not server.hlen(BLOCKS)
 
 
 async def test_what_redis_loses_is_written_again(managers: Managers) -> None:
@@ -214,6 +220,10 @@ async def test_a_slow_redis_keeps_no_call_waiting_for_long(
             bounds.clear()
             await client.compute(await client.admit("b", [9] * 9), 8)
             # The background writes without a bound, and no call waits for it.
+            assert WAIT_SECONDS not in bounds
+            # Nor does the validation of a change.
+            quota = pb.Quota(salt="s", device_floor_blocks=1)
+            await client.admin.SetQuota(pb.SetQuotaRequest(quota=quota, validate_only=True))
             assert WAIT_SECONDS not in bounds
             # Operators are answered without Redis, after a while.
             async with asyncio.timeout(patience(20)):
