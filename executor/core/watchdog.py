@@ -10,13 +10,13 @@ from executor.core.worker import Worker
 log = structlog.get_logger()
 
 TICK_SECONDS = 1.0
-# Ticks for which the device's thread may make no progress: at least STILL_TICKS, and STILL_TIMES the longest of the
-# last steps. The first step may take longer, as devices compile and load. The scheduler calls a step late by the same
-# factor, with the same bound for the first step. A tick counts once it is over: a pause of the whole process is a
+# Ticks for which the device's thread may make no progress: STILL_TICKS, or STILL_TIMES the longest of the last steps
+# if this is more. The first step may take longer, as devices compile and load. The scheduler calls a step late by the
+# same factor, with the same bound for the first step. A tick counts once it is over: a pause of the whole process is a
 # single tick.
 STILL_TICKS, STILL_TIMES, FIRST_STEP_TICKS = 10, 5, 75
-# Ticks without progress until the process ends, if the session that the device works for has ended. The scheduler has
-# given up the session then, and only a new process can help.
+# Ticks without progress until the process ends, if the session that the device works for has ended, and the device has
+# had its time for the step. No scheduler waits for the step any more, and only a new process can serve another one.
 ABANDONED_TICKS = 30
 
 
@@ -48,8 +48,8 @@ class Watchdog:
 
     async def run(self) -> None:
         """Watches until it is cancelled, or has given up."""
-        last, still, abandoned = None, 0, 0
-        while abandoned < ABANDONED_TICKS:
+        last, still, abandoned, moves = None, 0, 0, True
+        while moves or abandoned < ABANDONED_TICKS:
             await asyncio.sleep(TICK_SECONDS)
             turn = self._worker.turn
             still = still + 1 if turn is not None and turn == last else 0

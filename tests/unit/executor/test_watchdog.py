@@ -153,6 +153,22 @@ async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(
         await stack.given_up.wait()
 
 
+async def test_a_long_first_step_does_not_end_the_process_when_its_scheduler_restarts(
+    stack: Stack, hanging: Hanging, ticks: Ticks
+) -> None:
+    hanging.goes_on.clear()
+    async with stack.session() as stream:
+        await stream.send(**join(1))
+        await until(hanging.hangs.is_set)
+    await until(lambda: stack.worker.is_abandoned)
+    await ticks.go_by(watchdog.ABANDONED_TICKS * 2)
+    assert not stack.given_up.is_set()
+    hanging.goes_on.set()
+    async with stack.session() as stream:
+        await stream.send(**join(1))
+        assert (await stream.read()).result.step == 1
+
+
 async def test_a_process_whose_device_stands_still_ends_its_session_and_itself(stack: Stack, hanging: Hanging) -> None:
     hanging.goes_on.clear()
     async with stack.session() as stream:
