@@ -2,7 +2,7 @@
 
 `python -m kernels.cpu_decoder.build FOLDER` builds it in advance. The compiler's flags in CXXFLAGS come after ours:
 CXXFLAGS=-march=x86-64-v3 limits the library to AVX2. Each compiler, set of flags and kind of processor has a library of
-its own, so loading a library needs the compiler, too.
+its own. A machine without a compiler loads the newest library of its flags and kind of processor.
 """
 
 import argparse
@@ -28,11 +28,11 @@ class BuildError(Exception):
 
 
 class NoCompilerError(BuildError):
-    """This machine has no C++ compiler."""
+    """This machine has no C++ compiler, which is needed."""
 
 
 def load(folder: Path) -> ctypes.CDLL:
-    """Loads the compiled decoder, kept in `folder`. Raises BuildError, or NoCompilerError without a compiler."""
+    """Loads the compiled decoder, kept in `folder`. Raises BuildError, or NoCompilerError if it has to be compiled."""
     library = compiled(folder)
     try:
         return ctypes.CDLL(str(library))
@@ -42,8 +42,17 @@ def load(folder: Path) -> ctypes.CDLL:
 
 def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
     """Returns the file of the decoder in `folder`, compiled if it is not there. Raises like `load`."""
-    compiler, flags = find_compiler(), _with_environment(flags)
-    library = folder / f"decoder-{_key(compiler, flags)}.so"
+    flags = _with_environment(flags)
+    beginning = f"decoder-{_key(flags)}"
+    try:
+        compiler = find_compiler()
+    except NoCompilerError:
+        # Compiled before the compiler was removed, or on a machine with an equal processor.
+        built = sorted(folder.glob(f"{beginning}-*.so"), key=lambda path: path.stat().st_mtime)
+        if not built:
+            raise
+        return built[-1]
+    library = folder / f"{beginning}-{_version(compiler)}.so"
     if not library.exists():
         _compile(compiler, flags, library)
     return library
@@ -51,7 +60,7 @@ def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
 
 def digest() -> str:
     """Returns a digest of the decoder's sources, compiler, flags and processor. Raises NoCompilerError."""
-    return _key(find_compiler(), _with_environment(FLAGS))
+    return f"{_key(_with_environment(FLAGS))}-{_version(find_compiler())}"
 
 
 def find_compiler() -> str:
@@ -66,12 +75,17 @@ def _with_environment(flags: tuple[str, ...]) -> tuple[str, ...]:
     return (*flags, *shlex.split(os.environ.get("CXXFLAGS", "")))
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Returns a digest of sources, compiler, flags and processor: several machines may share the folder."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(b"".join([*((_HERE / name).read_bytes() for name in SOURCES), version, _processor()]))
+def _key(flags: tuple[str, ...]) -> str:
+    """Returns a digest of sources, flags and processor: several machines may share the folder."""
+    digest = hashlib.sha256(b"".join([*((_HERE / name).read_bytes() for name in SOURCES), _processor()]))
     digest.update(" ".join(flags).encode())
     return digest.hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    """Returns a digest of what a compiler says of its version."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    return hashlib.sha256(said).hexdigest()[:16]
 
 
 def _processor() -> bytes:

@@ -192,17 +192,40 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_flags_of_the_environment_come_last_and_make_a_library_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler, given = tmp_path / "c++", tmp_path / "given"
+def put_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str = "1") -> Path:
+    """Puts a compiler of empty libraries into a folder and the path; returns the file of its arguments."""
+    compiler, given = folder / "c++", folder / "given"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "$@" > {given}\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\necho "$@" > {given}\n'
         'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.setenv("PATH", str(folder) + os.pathsep + os.environ["PATH"])
     monkeypatch.delenv("CXXFLAGS", raising=False)
+    return given
+
+
+def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = []
+    for version in ("1", "2"):
+        put_compiler(tmp_path, monkeypatch, version)
+        libraries.append(build.compiled(tmp_path / "kept"))
+    older, newer = libraries
+    assert older != newer
+    os.utime(older, (1, 1))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.compiled(tmp_path / "kept") == newer
+    os.utime(newer, (0, 0))
+    assert build.compiled(tmp_path / "kept") == older
+    monkeypatch.setattr(build, "_processor", lambda: b"another")
+    with pytest.raises(build.NoCompilerError):
+        build.compiled(tmp_path / "kept")
+
+
+def test_flags_of_the_environment_come_last_and_make_a_library_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = put_compiler(tmp_path, monkeypatch)
     plain = build.compiled(tmp_path / "kept")
     monkeypatch.setenv("CXXFLAGS", "-march=x86-64-v3 -g1")
     assert build.compiled(tmp_path / "kept") != plain

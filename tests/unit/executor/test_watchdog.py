@@ -166,7 +166,7 @@ async def test_a_long_first_step_does_not_end_the_process_when_its_scheduler_res
     hanging.goes_on.set()
     async with stack.session() as stream:
         await stream.send(**join(1))
-        assert (await stream.read()).result.step == 1
+        assert (await stream.read()).result.step == 2
 
 
 async def test_a_process_whose_device_stands_still_ends_its_session_and_itself(stack: Stack, hanging: Hanging) -> None:
