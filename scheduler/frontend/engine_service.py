@@ -160,7 +160,8 @@ class Session:
             self._fail(name, error, is_refused=name not in self._running)
         except Exception:
             log.exception("a request of a router failed")
-            self._fail(name, UnexpectedError("the engine met an error of its own; its log says which"))
+            cause = UnexpectedError("the engine met an error of its own; its log says which")
+            self._fail(name, cause, is_refused=name not in self._running)
         finally:
             self._running.pop(name, None)
 

@@ -18,6 +18,7 @@ from protos.rpc.errors import from_status
 from scheduler.cache.client import CacheClient
 from scheduler.errors import DrainingError
 from scheduler.frontend.engine_service import Session
+from scheduler.frontend.validation import RequestValidator
 from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_engine
 
@@ -95,6 +96,24 @@ async def test_a_request_that_is_refused_leaves_the_stream_open(
             await call.write(start())
             outputs = (await news(call, "outputs")).outputs
             assert outputs[0].usage.prompt_tokens == 2
+        call.cancel()
+
+
+async def test_an_unexpected_error_before_a_request_is_taken_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(RequestValidator, "output_of", broken)
+    async with run_engine(tmp_path) as engine, grpc.aio.insecure_channel(engine.address) as channel:
+        stub: rpc.EngineServiceAsyncStub = rpc.EngineServiceStub(channel)
+        call = stub.StreamRequests()
+        async with asyncio.timeout(patience(20)):
+            await call.write(start())
+            [failure] = (await news(call, "failures")).failures
+        assert from_status(status_pb2.Status.FromString(failure.status)).reason == "UNEXPECTED"
+        assert failure.is_refused
         call.cancel()
 
 
