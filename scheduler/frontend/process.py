@@ -22,7 +22,7 @@ from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.loader import LoaderElsewhere
 from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.pipe import Frame, Pipe
-from scheduler.frontend.requests import CACHE_MANAGER_SILENT, EXECUTOR_SILENT, RequestTable
+from scheduler.frontend.requests import CACHE_MANAGER_SILENT, DRAINS, EXECUTOR_SILENT, RequestTable
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics, StepLoad
 from scheduler.request import Adapter, AdmissionAttempt
@@ -203,13 +203,12 @@ class FrontEnd:
     def _receive(self, response: pb.StreamRequestsResponse) -> None:
         assert self._engine is not None
         if response.HasField("loads"):
-            requests, silent = self.requests, (response.executor_silent, response.cachemgr_silent)
+            requests = self.requests
             requests.adapters.replace(map(Adapter.of, response.adapters))
             requests.reported_loads = response.loads
             requests.set_obstacle(EXECUTOR_SILENT, response.executor_silent)
             requests.set_obstacle(CACHE_MANAGER_SILENT, response.cachemgr_silent)
-            # Draining is the only other obstacle of an engine.
-            requests.set_draining(bool(response.obstacle) and not any(silent))
+            requests.set_draining(response.obstacle == DRAINS)
         self._engine.received(response, self.requests)
 
 

@@ -34,6 +34,8 @@ RETRY_SECONDS = 1.0
 NO_TOKENS = array("I")
 # Obstacles.
 EXECUTOR_SILENT, CACHE_MANAGER_SILENT = "the executor does not answer", "the cache manager does not answer"
+# What is said instead of all obstacles while requests are refused.
+DRAINS = "the scheduler drains: it takes no new requests"
 
 
 class Health(Protocol):
@@ -128,7 +130,7 @@ class RequestTable:
     def obstacle(self) -> str:
         """Why requests are not served now, apart from a full queue or a busy tenant; empty if they are served."""
         if self.is_draining:
-            return "the scheduler drains: it takes no new requests"
+            return DRAINS
         if self._obstacles:
             return f"{' and '.join(sorted(self._obstacles))}: new requests wait"
         return ""

@@ -65,6 +65,13 @@ def pids(running: Running) -> list[int]:
     return [child.pid for child in psutil.Process(running.process.pid).children()]
 
 
+async def health(address: str, obstacle: str) -> None:
+    """Waits until health names this obstacle."""
+    async with asyncio.timeout(patience(20)):
+        while (answer := await ask(address, "GET", "/health")).status == 200 or obstacle not in answer.error["message"]:
+            await asyncio.sleep(0.05)
+
+
 class Stream:
     """A stream of events on a separate connection."""
 
@@ -302,10 +309,7 @@ async def test_health_says_when_the_cache_manager_is_silent(tmp_path: Path) -> N
     async with run(tmp_path, 1) as (running, address):
         running.manager.gate.clear()
         waiting = asyncio.create_task(ask(address, "POST", "/v1/completions", json.dumps(LEAST)))
-        async with asyncio.timeout(patience(20)):
-            while (answer := await ask(address, "GET", "/health")).status == 200:
-                await asyncio.sleep(0.05)
-        assert "the cache manager does not answer: new requests wait" in answer.error["message"]
+        await health(address, "the cache manager does not answer: new requests wait")
         running.manager.gate.set()
         assert (await waiting).status == 200
 
@@ -357,3 +361,14 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         async with scheduler(tmp_path / "other", http_address=address, frontends=2) as second:
             assert await second.end() == 1
+
+
+async def test_health_says_that_an_engine_drains_even_if_its_cache_manager_is_silent(tmp_path: Path) -> None:
+    async with run(tmp_path, 1) as (running, address):
+        running.manager.gate.clear()
+        waiting = asyncio.create_task(ask(address, "POST", "/v1/completions", json.dumps(LEAST)))
+        await health(address, "the cache manager does not answer: new requests wait")
+        await running.admin.SetDraining(pb.SetDrainingRequest(draining=True), timeout=patience(5))
+        await health(address, "the scheduler drains: it takes no new requests")
+        running.manager.gate.set()
+        assert (await waiting).status == 200
