@@ -37,6 +37,8 @@ class Reading:
         self.time = 0.0
         self.pins: list[PinRecord] = []
         self.num_blocks = 0
+        # Blocks of another version, counted as they are handed out.
+        self.num_unreadable = 0
         self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
 
     def add(self, field: bytes, value: bytes) -> None:
@@ -54,7 +56,6 @@ class Reading:
         Both callables are called at each part. For a different epoch, only blocks of lower tiers are handed out.
         """
         self.is_spent = True
-        unreadable = 0
         for depth in sorted(self._by_depth):
             packed = self._by_depth.pop(depth)
             while packed:
@@ -63,12 +64,13 @@ class Reading:
                     try:
                         record = decode_block(field, value)
                     except RecordError:
-                        unreadable += 1
+                        self.num_unreadable += 1
                         continue
                     below = record if is_current else record.below()
                     if below is not None:
                         records.append(with_remaining_times(below, now))
                 del packed[-_PART:]
                 yield records
-        if unreadable:
-            log.warning("blocks of another version are ignored", executor=self.executor_id, blocks=unreadable)
+        if self.num_unreadable:
+            count = self.num_unreadable
+            log.warning("blocks of another version are ignored", executor=self.executor_id, blocks=count)

@@ -411,7 +411,8 @@ class IndexStore:
         """Notes that every readable block is in the index or rejected; from now on, changes are written."""
         executor_id = reading.executor_id
         del self._readings[executor_id]
-        if reading.is_stale or not reading.is_of(self.epoch_of(executor_id)):
+        # Writing everything again also deletes blocks that cannot be read.
+        if reading.is_stale or reading.num_unreadable or not reading.is_of(self.epoch_of(executor_id)):
             self._queue.replace(executor_id, self.epoch_of(executor_id))
         reading.has_been_restored.set()
         self._queue.note()

@@ -23,7 +23,7 @@ from tests.chaos.proxies import SocketProxy
 from tests.support import redis_servers
 from tests.support.cachemgr_client import EXECUTOR, NUM_BLOCKS, SCHEDULER, Client
 from tests.support.local_redis import LocalRedis
-from tests.support.managers import Managers, sync_redis
+from tests.support.managers import Managers, agreed, sync_redis
 from tests.support.patience import patience
 from tests.support.redis_servers import Server
 
@@ -98,6 +98,20 @@ async def test_an_executor_without_steps_waits_for_no_scheduler(managers: Manage
         registration = client.registration(last_write_steps=steps(slots, 5, 5), steps_manager_epoch=0)
         registered = await client.manager.RegisterExecutor(registration, timeout=patience(5))
         assert registered.restored_blocks == 2
+
+
+async def test_stored_blocks_that_cannot_be_read_leave_redis_once_the_others_are_restored(managers: Managers) -> None:
+    slots = await store_two_blocks(managers)
+    blocks = f"kvkeep:{{{EXECUTOR}}}:blocks"
+    with sync_redis(managers.url) as server:
+        stored = server.hgetall(blocks)
+        server.hset(blocks, b"another version", b"\xff")
+        server.hset(blocks, next(iter(stored))[:-4] + NUM_BLOCKS.to_bytes(4, "little"), b"\xff")
+        async with managers.run() as client:
+            registered = await client.register(last_write_steps=steps(slots, 5, 5))
+            assert registered.restored_blocks == len(stored) == 2
+            await agreed(client)
+        assert sorted(server.hkeys(blocks)) == sorted(stored)
 
 
 async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_registers_again(
