@@ -89,7 +89,7 @@ class BlockPool:
         windowed: Sequence[BlockPool] = (),
         offload_min_priority: int = 0,
         write_through: bool = True,
-        lost_blocks: int = 0,
+        lost_blocks: int,
     ) -> None:
         """`windowed`: pools in which a block is useless unless this pool has the block with the same key."""
         self.pool_id = f"{executor_id}/{spec.group}"

@@ -20,7 +20,8 @@ class RemovalHistory:
     __slots__ = ("_half", "_newer", "_older")
 
     def __init__(self, capacity: int) -> None:
-        self._half = capacity // 2
+        """`capacity` is at least 1."""
+        self._half = (capacity + 1) // 2
         # The older half is dropped as a whole, since finding a dictionary's oldest entry again and again is slow.
         self._older: dict[bytes, Removal] = {}
         self._newer: dict[bytes, Removal] = {}
@@ -37,11 +38,11 @@ class RemovalHistory:
     ) -> None:
         """Adds a removal; the parameters are the fields of Removal."""
         newer = self._newer
-        if len(newer) >= self._half:
-            self._older = newer
-            newer = self._newer = {}
         # Takes a third of the time of Removal(...); runs for each removed block.
         newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority, for_owner, lease_ended))
+        if len(newer) >= self._half:
+            self._older = newer
+            self._newer = {}
 
     def discard(self, key: bytes) -> None:
         self._newer.pop(key, None)

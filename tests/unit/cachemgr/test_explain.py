@@ -2,6 +2,7 @@
 
 import pytest
 
+from cachemgr.blocks.removal_history import RemovalHistory
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.slices import at_once
@@ -114,3 +115,13 @@ def test_a_sequence_is_explained_by_its_tokens():
     with pytest.raises(UnknownSequenceError) as refused:
         world.queries.explain_sequence("b", 0)
     assert list(refused.value.fields) == ["sequence_id"]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 8, 9])
+def test_a_history_keeps_at_least_half_of_its_capacity_and_never_more_than_its_capacity(capacity):
+    history, keys = RemovalHistory(capacity), [bytes([number]) for number in range(40)]
+    for number, key in enumerate(keys, 1):
+        history.add(key, RemovalCause.EVICTED, 1.0)
+        kept = [one for one in keys if history.get(one) is not None]
+        assert kept == keys[number - len(kept) : number]
+        assert min(number, capacity / 2) <= len(kept) <= capacity
