@@ -92,7 +92,7 @@ class ResponseBuilder(ABC):
             self._scored[piece.sample_index] = piece.prompt_logprobs
         return piece
 
-    def scored_prompt(self, index: int) -> list[dict[str, responses.PromptLogprob] | None]:
+    def scored_prompt(self, index: int) -> responses.PromptLogprobs:
         """Returns log-probabilities of a prompt's tokens in vLLM's shape: by id, None for the first token."""
         token_ids, scored = self._prompt_ids[index], self._scored.get(self._firsts[index], ())
         # An aborted request may lack the log-probabilities of some tokens.

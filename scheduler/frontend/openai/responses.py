@@ -67,9 +67,23 @@ class CompletionLogprobs(TypedDict):
     """One entry per token in each list; a token of an echoed prompt may have null for its log-probabilities."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    """A token of a prompt, or an alternative to it, in vLLM's shape.
+
+    prompt_logprobs has the token and its alternatives by id, for each token of the prompt; null for the first token.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Receipt(TypedDict):
@@ -154,6 +168,7 @@ class CompletionChoice(TypedDict):
     eviction: NotRequired[Eviction]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class PromptCacheDiagnostics(TypedDict):
@@ -233,6 +248,7 @@ class ChatCompletion(Answer):
 
     choices: list[ChatChoice]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Completion(Answer):
@@ -509,14 +525,6 @@ def alternative(model: ModelInfo, token_id: int, logprob: float) -> Alternative:
     text = model.token_text(token_id)
     whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode()) if whole else None}
-
-
-class PromptLogprob(TypedDict):
-    """A token of a prompt, or an alternative to it, in vLLM's shape."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
 
 
 def prompt_logprob(model: ModelInfo, token_id: int, scored: pb.TokenLogprobs) -> dict[str, PromptLogprob]:

@@ -1,14 +1,17 @@
 """Prompts in answers: their text, and the log-probabilities of their tokens, in OpenAI's shape and in vLLM's."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 import pytest
+from pydantic import TypeAdapter
 
 from protos.generation.v1 import generation_pb2 as pb
+from scheduler.frontend.openai import responses
 from tests.support.patience import patience
-from tests.support.scheduler.http import HELLO, client, serve
+from tests.support.scheduler.http import HELLO, ask, client, serve
 from tests.support.scheduler.stack import Stack
 
 PROMPTS = ["the cat sat", "on the mat"]
@@ -101,6 +104,25 @@ async def test_prompts_are_scored_in_vllms_shape(stack: Stack) -> None:
         create = caller.chat.completions.create
         answer = await create(model="fake", messages=[HELLO], max_tokens=2, extra_body={"prompt_logprobs": 0})  # type: ignore[arg-type,list-item]
         assert len((answer.model_extra or {})["prompt_logprobs"]) == answer.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "fields"),
+    [
+        ("completions", responses.Completion, {"prompt": PROMPTS[0], "echo": True, "logprobs": 1}),
+        ("completions", responses.Completion, {"prompt": PROMPTS, "prompt_logprobs": 1, "return_token_ids": True}),
+        ("chat/completions", responses.ChatCompletion, {"messages": [HELLO], "prompt_logprobs": 0}),
+        ("chat/completions", responses.ChatCompletion, {"messages": [HELLO], "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+async def test_the_description_of_an_answer_has_all_its_fields(
+    stack: Stack, path: str, kind: type, fields: dict[str, Any]
+) -> None:
+    asked = json.dumps({"model": "fake", "max_tokens": 2} | fields)
+    async with serve(stack.scheduler.service) as address:
+        answer = json.loads((await ask(address, "POST", f"/v1/{path}", asked)).body)
+    # Fields that the type does not have would be missing.
+    assert TypeAdapter(kind).validate_python(answer) == answer
 
 
 @pytest.mark.parametrize(
