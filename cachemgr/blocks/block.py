@@ -126,7 +126,7 @@ class Writer(Protocol):
     def scope(self) -> CacheScope: ...
     @property
     def opened(self) -> RecallableOffloads:
-        """Offloads for the writer's blocks that no scheduler knows of yet."""
+        """Offloads that make place for the writer's blocks, and that no scheduler knows of yet."""
 
 
 class Node:

@@ -41,7 +41,7 @@ _new = tuple.__new__
 _REPLACED = (RemovalCause.COVERED, RemovalCause.OVERWRITTEN, RemovalCause.TRUNCATED)
 _LOST = RemovalCause.EXECUTOR_LOST
 
-_EVICTABLE = "every block without references is evictable: the ancestors of a referenced block are referenced, too"
+_EVICTABLE = "one of the cached blocks can be evicted: the ancestors of a referenced block are referenced, too"
 
 
 class PoolListener(Protocol):
@@ -106,7 +106,7 @@ class BlockPool:
         # Set by `abandon`: leases of the pool's blocks no longer count.
         self.is_lost = False
         self.tokens = TokenMeter()
-        # Leases that expired or that their holder replaced, and leases that broke earlier for any other reason.
+        # Leases that lasted, until they expired or their holder replaced them; and leases that ended before.
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
@@ -117,7 +117,8 @@ class BlockPool:
         self._events = events
         self._leases = leases
         self._journal = journal
-        # Each block that replaces an equal block in the index is added to these lists.
+        # A list for each running change of accounts. Each block that replaces an equal block in the index is added to
+        # these lists: the change may not have reached the replaced block.
         self.superseding: list[list[Block]] = []
         self._set_up(spec, listener)
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
@@ -328,7 +329,7 @@ class BlockPool:
     def resize(self, total: int, written: Iterable[int] | None = None) -> None:
         """Changes how many device slots may be used. Only free slots are withheld, empty slots before cached blocks.
 
-        If pools share memory, withheld slots are overwritten; of the empty slots only those in `written` (None: all).
+        If pools share memory, withheld slots are overwritten. `written`: the empty slots that need this; None for all.
         """
         self.set_total(total)
         # All at once: a registration may withhold millions.
@@ -353,7 +354,8 @@ class BlockPool:
         return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
 
     def estimate_left(self, total: int) -> Steps[LeftBlocks]:
-        """Estimates how many blocks leave if `total` slots may be used. Ignores quotas and lower descendants."""
+        """Estimates how many blocks leave if `total` slots may be used. Ignores quotas, and
+        descendants in lower tiers."""
         device, copies = self.device, len(self.write_through.copies)
         leaving = sum(self.blocks[occupant.index] is occupant for occupant in self._leaving)
         owed = device.total - total + device.to_withhold - device.num_empty - leaving

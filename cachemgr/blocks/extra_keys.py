@@ -26,7 +26,8 @@ def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[Ext
 def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
     """The extra content of the tokens in [start, end), as it enters the key of their block.
 
-    Nothing after the block counts: a fork or a truncation within a piece leaves the keys of earlier blocks unchanged.
+    Nothing after the block counts. If a fork or a truncation cuts an extra key off in a later block, the block's key
+    stays the same.
     """
     parts: list[bytes] = []
     # Extra keys do not overlap: the first that reaches into the block is the first that ends after the block's start.

@@ -45,7 +45,7 @@ class PrefixTree:
     def link(self, block: Block, parent: Node) -> None:
         """Enters a block whose key, tokens and scope are set. The block takes over the children of its tombstone."""
         if not isinstance(parent, Block):
-            # A tombstone is removed with its last child, and may have been removed.
+            # The tombstone may have lost its last child, and so been removed, since the caller got it.
             self.tombstones[parent.key] = parent
         block.parent = parent
         add_child(parent, block)
@@ -132,8 +132,8 @@ def closest_child(
     """The usable child with the longest common prefix, and the prefix length in tokens; (None, 0) if there is none.
 
     The common prefix shrinks with the distance from the position of the tokens. So the search runs outward from there,
-    and ends when no longer prefix can follow. It looks at a few children only, since very many of a root's children may
-    be in use: a shorter match, or none, costs less than a look at all children.
+    and ends on a side where no child further away can have a longer common prefix. It looks at a few children only,
+    since very many of a root's children may be in use: a shorter match, or none, costs less than to look at all.
     """
     children = node.children
     if children is None or not tokens:
@@ -186,7 +186,8 @@ def covered_children(node: Node, tokens: bytes, extra: bytes = b"") -> list[Bloc
     beginning = tokens
     index = bisect_left(children, (extra, beginning), key=_ORDER)
     while index > 0 and _ORDER(children[index - 1])[0] == extra:
-        # A prefix of `beginning` is the predecessor itself, or a prefix of what both have in common.
+        # A child whose tokens are a prefix of `beginning` is the predecessor, or a prefix of what the predecessor and
+        # `beginning` have in common.
         block = children[index - 1]
         common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
         beginning = tokens[:common]

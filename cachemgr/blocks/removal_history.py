@@ -59,7 +59,8 @@ class UseTimes:
     __slots__ = ("_begin", "_end", "_last", "_numbers", "_times")
 
     def __init__(self) -> None:
-        # The last answer, and the range of numbers that it holds for: blocks are evicted in the order of their uses.
+        # The last answer, and the range of numbers for which the answer holds. Blocks are evicted in the order of their
+        # uses, so most questions are within the range of the last answer.
         self._begin, self._end, self._last = 0, 0, 0.0
         self._numbers: list[int] = []
         self._times: list[float] = []

@@ -32,7 +32,8 @@ class Forgetting:
     """A call of ForgetBlocks while it runs.
 
     It removes blocks that are in the index when it begins. A matching sequence that is admitted meanwhile is treated
-    like earlier sequences: nothing that it computes stays. Blocks that another session has begun to use by then stay.
+    like earlier sequences: nothing that it computes stays. If a session is
+    forgotten, a block stays if another session begins to use the block before its removal.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Forgetting:
         return receipt
 
     def _begin(self, executor: Executor) -> None:
-        # The log may have events about blocks of the prompt that were lost earlier.
+        # All keys of the prompt, even without a block: the log may have events about blocks that were lost earlier.
         prefix = self.target.prefix
         gone = self._gone[executor.executor_id] = set()
         if prefix is not None:

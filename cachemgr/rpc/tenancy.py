@@ -31,7 +31,7 @@ def check(method: str, request: Any) -> None:
     name = method.rpartition("/")[2]
     if name not in _CHECKS:
         # A method without a check concerns all tenants, such as SetQuota, which divides the cache between tenants.
-        raise PermissionDeniedError("this method is about all tenants, and the token about one")
+        raise PermissionDeniedError("this method concerns all tenants, but the token belongs to one tenant")
     _CHECKS[name](identity, request)
 
 

@@ -43,8 +43,8 @@ def share_memory(
 
     windows: attention window of each group in tokens, None for full attention. weights: given shares of the bytes;
     if empty, the bytes are shared as sequences of `expected_tokens` need them. Each pool then gets at least the blocks
-    of a prompt of `longest_tokens`, or as many blocks as equal pools would have. movable: whether pools get slots to
-    grow into; never with weights or a single group.
+    of a prompt of `longest_tokens`, or the number of blocks that equal pools would have if this is less. movable:
+    whether pools get slots to grow into; never with weights or a single group.
     Raises ModelError if the weights do not fit the groups, or leave a group without a block.
     """
     if weights:
@@ -73,8 +73,8 @@ def _weighted(
     for number, (count, size) in enumerate(zip(blocks, block_bytes, strict=True)):
         if not count:
             raise ModelError(
-                f"KVKEEP_EXECUTOR_POOL_SHARES: leaves layer group {number} no block of {size} bytes, of "
-                f"{memory_bytes} bytes in all"
+                f"KVKEEP_EXECUTOR_POOL_SHARES: gives layer group {number} less than a block of {size} bytes; "
+                f"all groups together have {memory_bytes} bytes"
             )
     return blocks
 
@@ -87,7 +87,7 @@ def _needed(
     expected_tokens: int,
     longest_tokens: int,
 ) -> tuple[int, ...]:
-    """Returns blocks per group for one sequence at its admission, and for as many decoding sequences as possible.
+    """Returns blocks per group: enough for one sequence at its admission, the rest for further, decoding sequences.
 
     An admission allocates a whole prompt's blocks in every group. A group with a window releases most of them once the
     prompt is computed.

@@ -34,7 +34,8 @@ from protos.kvcommon.eviction import Layout
 log = structlog.get_logger()
 
 
-# Waits for the restrictions of rows, by handle: for the last known token, and for each draft.
+# A call that waits for the restrictions of rows, and returns these by handle: after the last known token, then after
+# each draft.
 Restricted = Callable[[], Mapping[int, Sequence[RowRestrictions | None]]]
 
 
@@ -71,7 +72,7 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device computes. sampled: from the batch's rows; None without any.
+    """A step that the device computes. sampled: the tokens of the batch's rows; None if no row samples.
 
     accepted: for each sampling sequence, how many of its rows count. wanted_drafts: as in StepOutput.
     windows: sequence -> tokens that its adaptive window is to have, [] int64, if the step asked.
@@ -457,9 +458,10 @@ class Runner:
 
     @torch.inference_mode()
     def transfer(self, copies: Sequence[Copy]) -> None:
-        """Begins copies, and overwrites slots, that no step asks for, after all steps launched earlier.
+        """Begins copies that belong to no step and overwrites slots, all after the steps launched earlier.
 
-        Each copy is reported once as ended; copies within the device have run by then.
+        Each copy is reported once as ended. A copy within the device is reported when the device has it in its queue,
+        before any later step.
         """
         possible = []
         for copy in copies:

@@ -112,7 +112,7 @@ def _check_new(new: NewSequence, limits: Limits) -> None:
         raise invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
     _check_sampling(new, limits)
     for slots, window, num_blocks in zip(new.tables, limits.windows, limits.num_blocks, strict=True):
-        # No later token attends to earlier blocks.
+        # No token that is yet to be computed attends to blocks before `needed`.
         needed = 0 if window is None else max(0, new.num_computed_tokens - window + 1) // limits.block_size
         _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < new.num_computed_tokens:
@@ -232,7 +232,7 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
         if count and end > limits.max_positions:
             raise CapacityExceededError(
                 f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",
-                fields={"idle_sequences": "must name a sequence at the model's end"},
+                fields={"idle_sequences": "must name a sequence that has reached the model's greatest length"},
                 metadata={"sequence": str(handle)},
             )
 

@@ -98,7 +98,7 @@ def _largest(model: Model, pools: KvPools, ids: Sequence[int]) -> Iterator[tuple
 
 
 def _scale(largest: Tensor, most: float) -> Tensor:
-    """[layers, kv_heads, head_dim] float32: scales with which the largest code, `most`, is above the largest number."""
+    """[layers, kv_heads, head_dim] float32: scales so that `most`, the largest code, stands for more than `largest`."""
     if not bool(largest.isfinite().all()):
         raise ModelError("the model computes keys or values that are no numbers: its weights are damaged")
     # In 64 bits, so that numbers on the grid stay on it.

@@ -43,7 +43,7 @@ class GraphSize:
     decode: bool = False
 
 
-# A larger batch takes longer to compute than to launch.
+# A batch of more decoding sequences takes longer to compute than to launch, and needs no graph.
 DECODES = tuple(GraphSize(size, size, True) for size in (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)))
 # By tokens, then by sequences. The sizes are close where padding costs the device more than launches cost the host.
 PREFILLS = tuple(
@@ -55,7 +55,7 @@ MOST_TOKENS, MOST_SEQUENCES = PREFILLS[-1].tokens, PREFILLS[-1].sequences
 
 
 def size_of(batch: HostBatch) -> GraphSize | None:
-    """Returns what a batch is padded to; None for a batch that no graph could repeat."""
+    """Returns what a batch is padded to; None for a batch that is launched without padding."""
     tokens, sequences = batch.num_tokens, batch.num_sequences
     if batch.adapters or len(batch.rows) > sequences or not tokens:
         return None
@@ -276,7 +276,7 @@ class CudaGraphRunner:
     def _captured(self, buffers: GraphBuffers, batch: DeviceBatch, size: GraphSize) -> torch.cuda.CUDAGraph:
         # Once without capture: kernels are compiled and libraries allocate memory, which a capture must not see.
         self._launch(buffers, batch, size)
-        # What the launch has derived from the batch must be derived again whenever the graph is repeated.
+        # `replace` drops what this launch derived from the batch, so that the graph derives the same when repeated.
         batch = replace(batch, paged=tuple(replace(one) for one in batch.paged))
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA during the capture.

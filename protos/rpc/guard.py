@@ -43,7 +43,7 @@ class Guard:
         if not allowed:
             raise PermissionDeniedError("the role of this token may not call this method")
         if identity.tenant and all(map(is_whole, allowed)):
-            raise PermissionDeniedError("this method is about all tenants, and the token about one")
+            raise PermissionDeniedError("this method concerns all tenants, but the token belongs to one tenant")
 
     def cancel_if_revoked(self, authorization: str, identity: Identity | None) -> AbstractContextManager[None]:
         """Wraps a task's work for a token: UnauthenticatedError leaves the block if the token is revoked."""

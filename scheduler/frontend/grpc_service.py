@@ -274,4 +274,4 @@ def _check_whole() -> None:
     """Raises PermissionDeniedError for a token of one tenant."""
     identity = current()
     if identity is not None and identity.tenant:
-        raise PermissionDeniedError("this method is about all tenants, and the token about one")
+        raise PermissionDeniedError("this method concerns all tenants, but the token belongs to one tenant")

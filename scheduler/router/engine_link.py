@@ -32,7 +32,7 @@ SILENCE_SECONDS = 5.0
 QUIET_SECONDS, HESITATION_SECONDS = 1.0, 1.0
 # Requests have capacity for about this long without the cache manager, which restarts in less.
 NO_BLOCKS_SECONDS = 2.5
-# How often silence is counted, and how much of it counts each time at most: while this process itself was stalled, its
+# Seconds between two counts of silence, and the most that one count adds: while this process itself was stalled, its
 # engines were not silent.
 TURN_SECONDS, LONGEST_TURN_SECONDS = 0.25, 0.3
 # How long an engine gets no requests after it refused a request that another engine may take. Engines of a shard whose
@@ -210,7 +210,9 @@ class EngineLink:
                         cause = "it ended the stream"
                     else:
                         model = self.engine.model.model
-                        cause = f"it serves another model, other dtypes, tokenizer or chat template: {model}"
+                        cause = (
+                            f"its model, dtypes, tokenizer or chat template are not those of the first engine: {model}"
+                        )
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                 except TimeoutError:

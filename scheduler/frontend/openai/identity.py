@@ -19,7 +19,7 @@ from scheduler.frontend.openai.bodies import BodyLimits
 
 
 class Caller:
-    """A caller that may call at least one of the given methods, for as long as the request runs."""
+    """The caller of one request, who may call at least one of the given methods."""
 
     def __init__(self, guard: Guard, methods: Sequence[str], authorization: str, peer: str) -> None:
         """Raises UnauthenticatedError and PermissionDeniedError, which are audited under the first method."""

@@ -99,7 +99,7 @@ def test_given_shares_are_shares_of_the_bytes_and_for_good() -> None:
     [
         ((1,), "has 1 shares, and the model has 2 layer groups: full attention, window 256"),
         ((1, 1, 1), "has 3 shares"),
-        ((1, 1e-9), "leaves layer group 1 no block of 1 bytes, of 1024 bytes in all"),
+        ((1, 1e-9), "gives layer group 1 less than a block of 1 bytes; all groups together have 1024 bytes"),
     ],
 )
 def test_shares_that_do_not_fit_the_model_are_refused(weights, words) -> None:
