@@ -13,6 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from bench.driver import Driver
+from cachemgr.slices import at_once
+from cachemgr.types import ExecutorSpec, PoolSpec, Prefix, Quota
 from kvctl.console import app, data, monitor
 from kvctl.console.app import serve
 from kvctl.console.settings import ConsoleSettings
@@ -249,6 +251,25 @@ async def test_a_large_pool_comes_in_pages() -> None:
                 break
     assert sizes[:-1] == [data.PAGE] * (len(sizes) - 1)
     assert sum(sizes) == sum(1 for _ in filter(None, driver.manager.queries.blocks("e/0"))) > 5 * data.PAGE
+
+
+async def test_pools_holds_and_quotas_are_all_shown_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = small()
+    manager = driver.manager
+    manager.register_executor(ExecutorSpec("f", 1, "m", bytes(32), 16, [PoolSpec(0, 10)]))
+    prefix = Prefix(tuple(SECRET + number for number in range(64)), salt="globex")
+    manager.operators.pin_prefix(prefix, "others", 300.0, validate_only=False)
+    at_once(manager.operators.set_quota(Quota(salt="acme", device_ceiling=100), validate_only=False))
+    async with served(driver) as console:
+
+        async def shown() -> list[list[Any]]:
+            found = {path: await get(console, path, **POOL) for path in ("pools", "holds", "tenants")}
+            return [found["pools"]["pools"], found["holds"]["holds"], found["tenants"]["quotas"]]
+
+        whole = await shown()
+        assert min(map(len, whole)) > 1
+        monkeypatch.setattr(data, "PAGE", 1)
+        assert await shown() == whole
 
 
 async def test_every_answer_says_what_a_browser_may_do(console: Console) -> None:
