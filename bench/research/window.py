@@ -130,8 +130,10 @@ class Run:
 
 
 def policy(window: int) -> common.EvictionPolicy:
-    """A plain window, which also holds while a preempted request computes its tokens again."""
-    return common.EvictionPolicy(kind=common.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=window, during_prefill=True)
+    """A window that evicts before every step, also while a preempted request computes its tokens again."""
+    return common.EvictionPolicy(
+        kind=common.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=window, period_tokens=1, during_prefill=True
+    )
 
 
 def kept_by(window: int | None) -> Kept:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from bench.research.window import kept_by
+from bench.research.window import BLOCK_SIZE, kept_by, policy
 from bench.totals import Course, agreement, largest, totals
+from protos.kvcommon.eviction import Layout, parse
 
 
 def whole(total: int) -> int:
@@ -34,6 +35,17 @@ def test_a_window_bounds_what_each_request_keeps() -> None:
     assert largest(courses, kept_by(None)) == 6 + 29 + 8 + 29
     assert largest(courses, kept_by(20)) == 40
     assert largest(courses, kept_by(64)) == 6 + 29 + 8 + 29
+
+
+def test_a_window_evicts_before_every_step() -> None:
+    """Otherwise requests would keep more tokens than these figures say, and short requests would evict nothing."""
+    made = parse(policy(20), Layout(BLOCK_SIZE, (None,), plain_rotary=True))
+    assert made is not None
+    kept = 6
+    for computed in range(6, 60):
+        kept = made.kept_after(kept, computed, prompt=6)
+        assert kept == kept_by(20)(computed)
+        kept += 1
 
 
 def test_agreement_is_the_share_of_equal_positions() -> None:
