@@ -1,5 +1,6 @@
 """Addresses that a process listens on: host:port or unix:/path."""
 
+import errno
 import ipaddress
 import re
 import socket
@@ -116,7 +117,7 @@ def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise AddressError(f"{address}{hint} is a file that is no socket")
     if _answers(path):
-        raise in_use(address, setting)
+        raise cannot_listen(address, setting)
     path.unlink()
 
 
@@ -144,10 +145,27 @@ def _overlap(one: str, other: str) -> bool:
     return len(hosts) == 1 or "::" in hosts or ("0.0.0.0" in hosts and not any(":" in name for name in hosts))  # noqa: S104
 
 
-def in_use(address: str, setting: str = "") -> AddressError:
-    """Makes the error for an address that another process holds."""
+def cannot_listen(address: str, setting: str = "", error: OSError | None = None) -> AddressError:
+    """Makes the error for an address that the system refuses. error: the system's; without it, the system is asked."""
+    error = error or _refusal(address)
+    cause = "already in use" if error is None or error.errno == errno.EADDRINUSE else error.strerror
     hint = f" ({setting} chooses another)" if setting else ""
-    return AddressError(f"cannot listen on {address}: already in use{hint}")
+    return AddressError(f"cannot listen on {address}: {cause}{hint}")
+
+
+def _refusal(address: str) -> OSError | None:
+    """Returns the system's error for a socket at this address; None if the system has none, or no longer."""
+    path = socket_path(address)
+    host, port = ("", 0) if path is not None else split_host_port(address)
+    family = socket.AF_UNIX if path is not None else socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, port) if path is None else str(path))
+        except OSError as error:
+            return error
+    if path is not None:
+        path.unlink()
+    return None
 
 
 def _answers(path: Path) -> bool:

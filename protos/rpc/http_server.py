@@ -57,7 +57,7 @@ def _bound(address: str, setting: str, *, shared: bool = False) -> socket.socket
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise addresses.in_use(address, setting) from error
+        raise addresses.cannot_listen(address, setting, error) from error
     return listener
 
 

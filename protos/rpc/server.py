@@ -235,7 +235,7 @@ def _bind(listener: _Listener, security: Security) -> str:
         else:
             port = listener.server.add_insecure_port(listener.address)
     except RuntimeError as error:
-        raise addresses.in_use(listener.address, listener.setting) from error
+        raise addresses.cannot_listen(listener.address, listener.setting) from error
     finally:
         os.umask(previous)
     if addresses.socket_path(listener.address) is not None:

@@ -26,6 +26,7 @@ from protos.rpc import connections, http_connection, interceptors, metrics_serve
 from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
+from protos.rpc.http_server import bind
 from protos.rpc.security import Security
 from protos.rpc.server import Server, StopSignals
 from protos.rpc.startup import raise_file_limit
@@ -241,6 +242,17 @@ async def test_an_address_others_can_reach_needs_insecure() -> None:
     allowed.listen("0.0.0.0:0", {})
     await allowed.start()
     await allowed.stop()
+
+
+async def test_an_address_that_this_machine_does_not_have_is_not_said_to_be_in_use() -> None:
+    address, security = "192.0.2.1:0", Security(insecure=True)
+    server = Server("elsewhere", drain_seconds=0, security=security)
+    server.listen(address, {}, setting="KVKEEP_X")
+    words = r"cannot listen on 192\.0\.2\.1:0: Cannot assign requested address \(KVKEEP_X chooses another\)"
+    with pytest.raises(AddressError, match=words):
+        await server.start()
+    with pytest.raises(AddressError, match=words):
+        bind(address, insecure=True, setting="KVKEEP_X")
 
 
 async def test_a_socket_is_for_its_user_only_and_a_dead_ones_file_is_replaced(tmp_path: Path) -> None:
