@@ -29,7 +29,7 @@ _DROPPED = Eviction.DROPPED
 
 
 def evict(pool: BlockPool, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-    """Offloads or drops an evictable block; the caller gets the slot. writer: the sequence that needs it, or None."""
+    """Offloads or drops an evictable block; the caller gets the slot. writer: the sequence that needs the slot."""
     accounts = tier.accounts
     if accounts.shares:
         owner = account_of(victim)
@@ -42,12 +42,9 @@ def evict(pool: BlockPool, tier: Tier, victim: Block, writer: Writer | None) -> 
     if victim.index & 7 == 1:
         tier.counters.note_idle_before_eviction(pool.idle_seconds(victim))
     if tier.below is not None:
-        # Keeps the block out of the eviction order while its children move.
-        victim.refs = 1
         way = pool.offloader.offload(tier, victim, writer)
         if way is not _DROPPED:
             return way
-        victim.refs = 0
     if pool.window is None and victim.children is not None:
         pool.lose_children(victim)
     pool.unlink(victim, RemovalCause.EVICTED, writer)

@@ -211,7 +211,7 @@ class Offloader:
         self.draining: dict[Block | None, CopyTicket] = {}
 
     def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
-        """Moves a block to the next tier with slots. If a copy is needed, the copy holds the block's reference.
+        """Moves a block to the next tier with slots. A copy, if needed, has a reference to the block.
 
         Returns DROPPED, without a change, if the block cannot or need not be offloaded; the caller drops the block.
         """
@@ -243,6 +243,7 @@ class Offloader:
         if tier is pool.device:
             # A copy in flight would be too late, and the slot of a copy that must not stay becomes free.
             self._write_through.end(victim)
+        victim.refs = 1
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
         pool.report_removed(tier, victim)
@@ -294,10 +295,8 @@ class Offloader:
         device.accounts.delist(block, account)
         device.cached -= 1
         device.accounts.count(account, blocks=-1)
-        block.refs = 1
         way = self.offload(device, block, None)
         if way is _DROPPED:
-            block.refs = 0
             device.cached += 1
             device.accounts.count(account, blocks=1)
             device.accounts.enlist(block, account, newest=False)
@@ -325,7 +324,6 @@ class Offloader:
         pool.device.counters.offloaded += 1
         pool.report_removed(pool.device, block)
         self._move(pool.device, block, lower, index)
-        block.refs = 0
         lower.cached += 1
         lower.accounts.count(account, blocks=1)
         if pool.is_evictable(block):

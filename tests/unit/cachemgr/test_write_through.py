@@ -54,6 +54,14 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
     assert world.tiers() == {"device": 3}
 
 
+def test_a_block_that_moves_to_its_copy_is_announced_without_references():
+    world = written_through()
+    before = world.queries.last_event
+    world.fill()
+    moved = [event.block for event in world.queries.events_after(before) if event.kind is EventKind.UPDATED]
+    assert [(view.tier, view.references) for view in moved] == [(TierKind.HOST, 0)] * 3
+
+
 def test_a_block_whose_priority_rises_is_copied_later():
     world = World(8, host_blocks=8)
     world.cache(list(range(4)), retention=retain(10))
