@@ -819,7 +819,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateRetentionRule(self, request, context):
-        """Creates a rule for requests without retention requests of their own. The rule applies from the start of the call.
+        """Creates a rule. The rule applies from the start of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

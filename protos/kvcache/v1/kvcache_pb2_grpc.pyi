@@ -258,7 +258,7 @@ class CacheAdminServiceStub:
     slots keep the bytes of blocks that were evicted or offloaded earlier, until the slots are written again.
     """
     CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
-    """Creates a rule for requests without retention requests of their own. The rule applies from the start of the call."""
+    """Creates a rule. The rule applies from the start of the call."""
     GetRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]
     """Returns a rule."""
     ListRetentionRules: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]
@@ -327,7 +327,7 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     slots keep the bytes of blocks that were evicted or offloaded earlier, until the slots are written again.
     """
     CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
-    """Creates a rule for requests without retention requests of their own. The rule applies from the start of the call."""
+    """Creates a rule. The rule applies from the start of the call."""
     GetRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]  # type: ignore[assignment]
     """Returns a rule."""
     ListRetentionRules: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]  # type: ignore[assignment]
@@ -501,7 +501,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.CreateRetentionRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.CreateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.CreateRetentionRuleResponse]]:
-        """Creates a rule for requests without retention requests of their own. The rule applies from the start of the call."""
+        """Creates a rule. The rule applies from the start of the call."""
 
     @_abc_1.abstractmethod
     def GetRetentionRule(
