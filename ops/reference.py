@@ -42,7 +42,7 @@ Row = tuple[str, str, str]
 def metrics_page() -> str:
     """Every Prometheus metric by process: name, type, labels and help."""
     own, router = CollectorRegistry(), CollectorRegistry()
-    requests = scheduler_metrics.RequestMetrics(own)
+    requests = scheduler_metrics.EngineMetrics(own)
     # A counter with labels shows its labels after it has counted.
     requests.requests.labels("stop")
     scheduler_metrics.StepTimes(own)

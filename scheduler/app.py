@@ -50,7 +50,7 @@ from scheduler.frontend.requests import CACHE_MANAGER_SILENT, Health, RequestTab
 from scheduler.frontend.validation import RequestValidator
 from scheduler.frontend.vllm.gateway_events import KvEvents
 from scheduler.frontend.vllm.service import VLLM_SERVICE, VllmEngine
-from scheduler.metrics import RequestMetrics, StepTimes, Summed, VllmMetrics
+from scheduler.metrics import EngineMetrics, StepTimes, Summed, VllmMetrics
 from scheduler.request import Adapter, WantedWeights
 from scheduler.settings import SchedulerSettings
 
@@ -79,7 +79,7 @@ class Scheduler:
         """summed: adds what its front ends have counted. Raises OSError if the access log cannot be opened."""
         self._summed = summed
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
-        self._metrics = RequestMetrics(registry)
+        self._metrics = EngineMetrics(registry)
         access_log = AccessLog(self._metrics, self._access_log and self._access_log.log)
         self.service = GenerationService(self, access_log)
         self._for_routers = EngineService(self, access_log)

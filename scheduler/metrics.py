@@ -135,15 +135,6 @@ class RequestMetrics:
         self.draft_tokens = counter("draft_tokens", "Drafted tokens computed.")
         self.accepted_draft_tokens = counter("accepted_draft_tokens", "Drafted tokens that were accepted.")
         self.evicted_tokens = counter("evicted_tokens", "Tokens evicted by eviction policies.")
-        self.sync_seconds = latency("sync", "Time of a sync with the cache manager.", _STEP_BUCKETS)
-        self.manager_silence = gauge(
-            "cachemgr_silence_seconds",
-            "Time for which a call to the cache manager has had no answer; 0 without such a call.",
-        )
-        self.cache_usage = gauge(
-            "cache_usage_ratio",
-            "Share of blocks in use, of the layer group with the fewest free blocks, as of the last sync.",
-        )
         self.queue = latency("queue", "Time from a request's arrival to its first step.")
         self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
         self.inter_token = InterTokenHistogram(
@@ -155,7 +146,35 @@ class RequestMetrics:
 
     @property
     def used_share(self) -> float:
-        """The share of blocks in use."""
+        """The share of blocks in use; 0 where it is not measured, as in a router."""
+        return 0.0
+
+
+class EngineMetrics(RequestMetrics):
+    """The metrics of an engine's scheduler: those of its requests, and of its calls to the cache manager."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry)
+        self.sync_seconds = Histogram(
+            f"{_PREFIX}_sync_seconds",
+            "Time of a sync with the cache manager.",
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )
+        self.manager_silence = Gauge(
+            f"{_PREFIX}_cachemgr_silence_seconds",
+            "Time for which a call to the cache manager has had no answer; 0 without such a call.",
+            registry=registry,
+        )
+        self.cache_usage = Gauge(
+            f"{_PREFIX}_cache_usage_ratio",
+            "Share of blocks in use, of the layer group with the fewest free blocks, as of the last sync.",
+            registry=registry,
+        )
+
+    @property
+    def used_share(self) -> float:
+        """The share of blocks in use, of the layer group with the fewest free blocks."""
         [family] = self.cache_usage.collect()
         return family.samples[0].value
 
@@ -165,7 +184,7 @@ class VllmMetrics(Collector):
 
     def __init__(
         self,
-        metrics: RequestMetrics,
+        metrics: EngineMetrics,
         *,
         model_name: str,
         block_size: int,

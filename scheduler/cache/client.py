@@ -29,7 +29,7 @@ from scheduler.cache.sync import copies, sync_answer, sync_request
 from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
-from scheduler.metrics import RequestMetrics
+from scheduler.metrics import EngineMetrics
 from scheduler.request import Account, AdmissionAttempt, Tier, caller_id_of
 from scheduler.sequence import Eviction, Sequence
 
@@ -68,7 +68,7 @@ class CacheClient:
         queue: WaitingQueue,
         commands: CommandQueue,
         listener: AdmissionListener,
-        metrics: RequestMetrics,
+        metrics: EngineMetrics,
         *,
         scheduler_id: str,
         scheduler_epoch: int,

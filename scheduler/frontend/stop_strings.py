@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def first(stop: str, text: str, searched: int) -> int:
-    """Returns where in a text a stop string begins that ends behind `searched` characters; -1 if there is none."""
+    """Returns where in a text a stop string begins that ends after `searched` characters; -1 if there is none."""
     return text.find(stop, max(0, searched - len(stop) + 1))
 
 

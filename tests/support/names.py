@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from settings_table import PROCESSES
 
 from protos.rpc.settings import variable
-from scheduler.metrics import RequestMetrics, StepTimes
+from scheduler.metrics import EngineMetrics, RequestMetrics, StepTimes
 from scheduler.router.metrics import PREFIX, RouterMetrics
 from tests.stack import ROOT
 
@@ -22,7 +22,7 @@ _SUFFIXES = re.compile(r"(_total|_sum|_count|_bucket)$")
 
 def _scheduler_metrics() -> set[str]:
     registry = CollectorRegistry()
-    RequestMetrics(registry)
+    EngineMetrics(registry)
     StepTimes(registry)
     RequestMetrics(registry, PREFIX)
     RouterMetrics(registry)

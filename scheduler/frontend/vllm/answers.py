@@ -83,7 +83,7 @@ class Answers:
         return stopped and bool(self._stop) and not set(complete.output_ids[-1:]) & set(eos_token_ids)
 
     def matched(self, text: str, least: int) -> str | None:
-        """Returns the stop string that comes first in the text of an output and ends behind `least` characters."""
+        """Returns the stop string that comes first in the text of an output and ends after `least` characters."""
         found = [(at, stop) for stop in self._stop if (at := first(stop, text, least)) >= 0]
         return min(found)[1] if found else None
 
