@@ -60,6 +60,14 @@ class ScheduledStep:
         """Drafted tokens of all sequences."""
         return sum(map(len, self.drafts.values()))
 
+    def seconds(self) -> tuple[float, float]:
+        """Waits for the device; returns the seconds that it computed, and the seconds before that it was idle.
+
+        The seconds that the step waited for copies count as idle.
+        """
+        compute, idle = self.span.seconds()
+        return max(0.0, compute - self.waited), idle + self.waited
+
 
 @dataclass(frozen=True)
 class PreparedStep:
@@ -101,13 +109,13 @@ class LaunchedStep:
     def result(self) -> StepOutput:
         """Waits for the device; must be called once, in order of steps. Marks sequences that sampled a stop id."""
         scheduled, batch = self.scheduled, self.scheduled.batch
-        compute, idle = scheduled.span.seconds()
+        compute_time, idle_time = scheduled.seconds()
         return StepOutput(
             number=scheduled.step.number,
             sampled=() if self.sampled is None else tuple(self._collect(batch.sampling, self.sampled)),
             num_tokens=batch.num_tokens,
-            compute_time=max(0.0, compute - scheduled.waited),
-            idle_time=idle + scheduled.waited,
+            compute_time=compute_time,
+            idle_time=idle_time,
             tickets=scheduled.step.tickets_within_device,
             evicted=scheduled.evicted,
             num_drafts=scheduled.num_drafts,
@@ -153,6 +161,8 @@ class Runner:
         self._copy_ended = copy_ended
         # Called before this thread waits for copies.
         self._before_waiting: Callable[[], None] = lambda: None
+        # Seconds that the present step has waited for copies.
+        self._waited = 0.0
         # Each loaded adapter in the model's prepared form, by its id.
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
@@ -274,7 +284,8 @@ class Runner:
     def _schedule(self, step: Step, restrictions: Mapping[int, Restrictions]) -> ScheduledStep:
         """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
-        waited = self._begin(step.copies, step.number)
+        self._waited = 0.0
+        self._begin(step.copies, step.number)
         self._apply(step, restrictions)
         sequences, counts = [], []
         for sequence in self._grouped():
@@ -293,7 +304,7 @@ class Runner:
             counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]
         if self.tiers.busy:
             reads = _joining_reads(step, self.pools.block_size)
-            waited += self._wait(reads, _evicting_writes(step, sequences))
+            self._wait(reads, _evicting_writes(step, sequences))
         for sequence in sequences:
             if sequence.handle in step.windows:
                 self._eviction.set_window(sequence, step.windows[sequence.handle])
@@ -306,11 +317,11 @@ class Runner:
         groups = len(self._limits.windows)
         batch = build_batch(sequences, counts, self._last_tokens, self.pools.block_size, groups, scored, drafts)
         if self.tiers.busy:
-            waited += self._wait((), _written(batch))
+            self._wait((), _written(batch))
         for group, slots in enumerate(batch.written_slots):
             self.pools.mark_written(group, slots, step.number)
         done = tuple(filter(None, evicted))
-        return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, waited)
+        return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, self._waited)
 
     def _propose(self, step: Step, decodes: int) -> dict[int, list[int]]:
         """Returns the drafts of a step with `decodes` decoding sequences, only where the step allows them."""
@@ -453,7 +464,7 @@ class Runner:
             return {}
         sampling = scheduled.batch.sampling
         if scheduled.batch.num_tokens == len(scheduled.sequences) + scheduled.num_drafts:
-            self._drafter.observe(len(sampling), scheduled.num_drafts, scheduled.span.seconds()[0])
+            self._drafter.observe(len(sampling), scheduled.num_drafts, scheduled.seconds()[0])
         return self._drafter.wanted([sequence.handle for sequence in sampling])
 
     @torch.inference_mode()
@@ -508,15 +519,15 @@ class Runner:
         tokens = to_device(sequence.tokens, self.model.device)
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
-    def _begin(self, copies: Sequence[Copy], step: int) -> float:
-        """Begins copies in their order; returns the seconds that copies within the device waited for their slots."""
-        waited, begun = 0.0, 0
+    def _begin(self, copies: Sequence[Copy], step: int) -> None:
+        """Begins copies in their order. Copies within the device wait for their slots first."""
+        begun = 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):
                 run = list(members)
                 if within:
                     if self.tiers.busy:
-                        waited += self._wait(*_slots_of(run))
+                        self._wait(*_slots_of(run))
                     self._copy(run, step)
                 else:
                     for copy in run:
@@ -529,11 +540,10 @@ class Runner:
                 if not copy.within_device:
                     self._copy_ended(copy, False)
             raise
-        return waited
 
-    def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> float:
+    def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> None:
         self._before_waiting()
-        return self.tiers.wait(reads, writes)
+        self._waited += self.tiers.wait(reads, writes)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:
         for run in disjoint_runs(copies):

@@ -1,7 +1,7 @@
 """Drafts: which are proposed, which are worth their computation, and that output never depends on them."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.cache.tiers.hazards import SlotRef
+from executor.cache.tiers.tiers import Tiers
 from executor.core.drafts import DraftCosts, Drafter, NgramProposer, count_accepted
 from executor.core.sampler import SamplingRow, sample
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
@@ -269,3 +271,28 @@ def test_sampled_pairs_of_tokens_are_distributed_as_the_model_says() -> None:
     statistic = float(((found - expected) ** 2 / expected).sum())
     # The 99.9th percentile with 24 degrees of freedom.
     assert statistic < 51.18
+
+
+class SlowTiers(Tiers):
+    """Tiers whose copies report that they took an hour."""
+
+    @property
+    def busy(self) -> bool:
+        return True
+
+    def wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> float:
+        return 3600.0
+
+
+def test_the_time_that_a_step_waits_for_copies_is_no_cost_of_drafts(tiny: Model) -> None:
+    class Costs(FreeDrafts):
+        def observe(self, decodes: int, drafts: int, seconds: float) -> None:
+            noted.append(seconds)
+
+    noted: list[float] = []
+    drafter = Drafter(MOST, lambda *_: NgramProposer(PROMPT), Costs)
+    outputs = run(Driver(tiny, tiers=SlowTiers, drafter=drafter), Sampling(), 6)
+    assert noted
+    # Less than no time is none.
+    assert set(noted) == {0.0}
+    assert all(output.compute_time == 0 and output.idle_time > 3600 for output in outputs)
