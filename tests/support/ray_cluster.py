@@ -84,7 +84,8 @@ class StubMember(Member):
 
     def __init__(self, name: str, plan: Plan) -> None:
         # This runs in the process of the actor.
-        kind = layout._KINDS["executor"]._replace(module=self.module, load=partial(load, StubSettings))
+        layout.settings_from = partial(load, StubSettings)
+        kind = layout._KINDS["executor"]._replace(module=self.module, load=layout.settings_from)
         layout._KINDS["executor"] = kind
         super().__init__(name, plan)
 
