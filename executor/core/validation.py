@@ -218,7 +218,8 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
     _check_drafts(step, future)
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
-        count += step.drafts.get(handle, 0) if count else 0
+        drafts = step.drafts.get(handle, 0) if count else 0
+        count += drafts
         if not count and not sequence.stopped:
             _check_named(step, handle)
         end = sequence.slots + count
@@ -230,9 +231,14 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
             )
         end = sequence.slots + count if sequence.policy and sequence.policy.compacted else sequence.computed + count
         if count and end > limits.max_positions:
+            possible = limits.max_positions - end + drafts
+            if possible < 0:
+                fields = {"idle_sequences": "must name a sequence that has reached the model's greatest length"}
+            else:
+                fields = {"draft_tokens": f"must be at most {possible}: the model takes no more tokens"}
             raise CapacityExceededError(
                 f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",
-                fields={"idle_sequences": "must name a sequence that has reached the model's greatest length"},
+                fields=fields,
                 metadata={"sequence": str(handle)},
             )
 

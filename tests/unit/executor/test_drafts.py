@@ -190,6 +190,15 @@ def test_a_step_with_wrong_drafts_is_refused(tiny: Model) -> None:
     assert len(driver.step(drafts={1: 2}).sampled) == 1
 
 
+def test_drafts_beyond_the_models_last_position_are_refused_by_their_field(tiny: Model) -> None:
+    driver = drafting(tiny, [], 1)
+    driver.step(new_sequences=(driver.new_sequence(1, [3] * 253, room=8),), chunks={1: 253})
+    with pytest.raises(CapacityExceededError, match="the model takes 256") as caught:
+        driver.step(drafts={1: 3})
+    assert caught.value.fields == {"draft_tokens": "must be at most 2: the model takes no more tokens"}
+    driver.step(drafts={1: 2})
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_what_is_proposed_stood_behind_the_last_tokens_before(prompt: list[int], output: list[int]) -> None:
     proposer, text = NgramProposer(prompt), list(prompt)
@@ -280,7 +289,7 @@ class SlowTiers(Tiers):
     def busy(self) -> bool:
         return True
 
-    def wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> float:
+    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
         return 3600.0
 
 

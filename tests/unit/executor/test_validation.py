@@ -109,8 +109,9 @@ def test_a_silent_sequence_without_slots_is_refused_and_an_idle_one_is_not(drive
 def test_a_sequence_ends_at_the_models_last_position(driver: Driver) -> None:
     driver.step(new_sequences=(driver.new_sequence(1, [3] * 255),), chunks={1: 255})
     driver.step()
-    with pytest.raises(CapacityExceededError, match="the model takes 256"):
+    with pytest.raises(CapacityExceededError, match="the model takes 256") as caught:
         driver.step()
+    assert list(caught.value.fields) == ["idle_sequences"]
 
 
 def test_a_windowed_group_takes_null_blocks_that_are_out_of_sight(model_folder: Callable[[str], Path]) -> None:
