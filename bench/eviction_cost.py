@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from bench.result import Result, add_json_argument
+from bench.result import Result, add_json_argument, middle
 from bench.runs import Others, processes, watched
 from bench.tables import table
 from bench.workloads import CASES, Case, Corpus
@@ -91,9 +91,9 @@ async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dic
     return {"prompt_tokens_per_s": tokens / seconds[True], "prompt_ratio": seconds[False] / seconds[True]}
 
 
-async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Returns the figures of each policy, with one value per repeat. Short outputs warm up the stack beforehand."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Returns the figures of each policy in each repeat. Short outputs warm up the stack beforehand."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     others = Others(processes(stack).values())
     short = replace(DECODE, output_tokens=64)
     for name in names:
@@ -102,37 +102,49 @@ async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) 
         order = names[repeat % len(names) :] + names[: repeat % len(names)]
         for name in order:
             decode = await _decode(stack, _requests(DECODE, corpus, repeat, name))
-            figures = decode | await _prefill(stack, corpus, repeat, name)
-            for key, value in figures.items():
-                found[name].setdefault(key, []).append(value)
+            found[name].append(decode | await _prefill(stack, corpus, repeat, name))
             print(f"{name}, repeat {repeat}: {decode['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
     print(f"other processes took {others.share():.0%} of the cores", file=sys.stderr)
     return found
 
 
-def report(found: dict[str, dict[str, list[float]]]) -> str:
-    """Medians, and ratios to "none" in the same repeat."""
-    rows = []
-    for name, figures in found.items():
-        ratios = {
-            key: statistics.median(a / b for a, b in zip(figures[key], found["none"][key], strict=True))
-            for key in ("tokens_per_s", "blocks")
+def summary(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Medians, also of the ratios to "none" in the same repeat."""
+    return [
+        {
+            "policy": name,
+            **middle(repeats),
+            **{
+                f"{key}_ratio": statistics.median(
+                    one[key] / other[key] for one, other in zip(repeats, found["none"], strict=True)
+                )
+                for key in ("tokens_per_s", "blocks")
+            },
         }
-        rows.append(
-            [
-                name,
-                f"{statistics.median(figures['tokens_per_s']):.1f}",
-                f"{ratios['tokens_per_s']:.3f}",
-                f"{statistics.median(figures['prompt_tokens_per_s']):.0f}",
-                f"{statistics.median(figures['prompt_ratio']):.3f}",
-                f"{statistics.median(figures['blocks']):.0f}",
-                f"{ratios['blocks']:.2f}",
-                f"{statistics.median(figures['evicted']):.0f}",
-            ]
-        )
+        for name, repeats in found.items()
+    ]
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The table."""
     of = "ratio\nto none"
     speeds = ["decoding\ntokens/s", of, "prompts\ntokens/s", of]
-    return table(["", *speeds, "most\nblocks", of, "tokens\nevicted"], rows)
+    return table(
+        ["", *speeds, "most\nblocks", of, "tokens\nevicted"],
+        [
+            [
+                row["policy"],
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['tokens_per_s_ratio']:.3f}",
+                f"{row['prompt_tokens_per_s']:.0f}",
+                f"{row['prompt_ratio']:.3f}",
+                f"{row['blocks']:.0f}",
+                f"{row['blocks_ratio']:.2f}",
+                f"{row['evicted']:.0f}",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def main() -> int:
@@ -146,10 +158,12 @@ def main() -> int:
     encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode
     corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
     with Stack(executor_dtype=arguments.dtype) as stack:
-        found = asyncio.run(measure(stack, corpus, names, arguments.repeats))
+        rows = summary(asyncio.run(measure(stack, corpus, names, arguments.repeats)))
     print(f"{arguments.dtype}, medians of {arguments.repeats}: long decode (W3), and prompts of 2,048 tokens")
-    print(report(found))
-    Result("eviction_cost", {"figures": found}, {"dtype": arguments.dtype}).write(arguments.json)
+    print(report(rows))
+    Result("eviction_cost", {"policies": rows}, {"dtype": arguments.dtype, "repeats": arguments.repeats}).write(
+        arguments.json
+    )
     return 0
 
 

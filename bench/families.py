@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,10 @@ def main(arguments: list[str]) -> int:
     counts = Counter(one.outcome for one in results)
     print(f"{len(results)} families and variants of transformers {transformers.__version__}:", dict(counts))
     # The families with a faster forward pass of our own; these figures become a table of docs/models.md.
-    Kept("families", {"fast": FAMILIES, "families": [asdict(one) for one in results]}).write(chosen.json)
+    found: dict[str, dict[str, list[str]]] = {outcome: {} for outcome in counts}
+    for one in results:
+        found[one.outcome].setdefault(one.detail.removeprefix(f"{one.name.partition('/')[0]}: "), []).append(one.name)
+    Kept("families", {"fast": FAMILIES, "families": found}).write(chosen.json)
     return 1 if counts[WRONG] or counts[TRACEBACK] else 0
 
 

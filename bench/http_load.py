@@ -26,7 +26,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from bench.callers import SILENT_SECONDS, Grpc, Http, Load, Way, ask
 from bench.http_load_report import Counters, Found, Phase, show
-from bench.result import Result, add_json_argument
+from bench.result import Result, add_json_argument, spread
 from bench.runs import Others, cpu_seconds, processes
 from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
@@ -218,7 +218,6 @@ async def measure(stack: Stack, given: argparse.Namespace) -> Found:
         alone,
         before,
         bench.watch.look(),
-        bench.watch.samples,
         bench.watch.drift(),
         [str(violation) for violation in report.violations],
         sum(pool.used_blocks for pool in report.pools),
@@ -255,10 +254,9 @@ def main() -> int:
     figures = {
         "http": found.http.summary(),
         "grpc": found.grpc.summary(),
-        "freed_after_leaving_alone_s": found.alone,
+        "freed_after_leaving_alone_s": spread(found.alone),
         "files": {"before": found.before["files"], "after": found.after["files"]},
         "drift_mb": found.drift,
-        "samples": found.samples,
     }
     asked = {name: value for name, value in vars(given).items() if name != "json"}
     Result("http_load", figures, asked).write(given.json)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.callers import Tally
-from bench.result import percentile
+from bench.result import percentile, spread
 from bench.tables import table
 
 # Growth that allocators and measuring cause, as a share of a process's memory after the warm-up.
@@ -65,7 +63,8 @@ class Phase:
             "scheduler_main_thread_us_per_token": self.per_token(self.main_thread),
             "step_loop_us_per_token": self.per_token(loop),
             "others_cpu": self.others,
-            "freed_after_leaving_s": list(tally.freed),
+            "freed_after_leaving_s": spread(tally.freed) if tally.freed else {},
+            "freed_too_late": sum(seconds >= FREE_SECONDS for seconds in tally.freed),
             "all_freed_after_leaving_s": self.all_left,
         }
 
@@ -84,7 +83,6 @@ class Found:
     alone: list[float]
     before: dict[str, Any]
     after: dict[str, Any]
-    samples: list[dict[str, Any]]
     drift: dict[str, tuple[float, float]]
     violations: list[str]
     used_blocks: int
@@ -154,7 +152,8 @@ def show(found: Found) -> None:
         ("the same over gRPC", found.grpc.tally.freed),
         ("alone", found.alone),
     ):
-        figures = [min(seconds), statistics.median(seconds), max(seconds)] if seconds else [math.nan] * 3
-        rows.append([name, str(len(seconds)), *(f"{value * 1e3:.0f}" for value in figures)])
+        times = spread(seconds) if seconds else {}
+        shown = [f"{times[key] * 1e3:.0f}" if times else "" for key in ("lowest", "median", "highest")]
+        rows.append([name, str(len(seconds)), *shown])
     rows.append(["all at once", "1", *[f"{found.http.all_left * 1e3:.0f}"] * 3])
     print("\n" + table(("blocks are free after leaving, ms", "times", "least", "median", "most"), rows))

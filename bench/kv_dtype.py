@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.prose import spread
-from bench.result import Result, add_json_argument
+from bench.result import Result, add_json_argument, middle
 from bench.runs import run
 from bench.tables import table
 from bench.workloads import Corpus, chosen
@@ -167,9 +167,9 @@ def agreements(dtype: str, text: Sequence[int]) -> dict[str, Any]:
 
 
 def speeds(dtype: str, repeats: int, corpus: Corpus) -> dict[str, Any]:
-    """Output tokens per second of long decoding, and attention's share of the time; all caches in turns."""
+    """Medians of output tokens per second of long decoding and of attention's share of it; all caches in turns."""
     [case] = chosen(["W3"])
-    found: dict[str, Any] = {name: {"tokens_per_s": [], "attention_share": [], "others_cpu": []} for name in DTYPES}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in DTYPES}
     with contextlib.ExitStack() as opened:
         stacks = {name: opened.enter_context(stack_of(dtype, name)) for name in DTYPES}
         for repeat in range(repeats + 1):
@@ -178,11 +178,15 @@ def speeds(dtype: str, repeats: int, corpus: Corpus) -> dict[str, Any]:
                 one = asyncio.run(run(stack, case, corpus.prompts(case, repeat), None if repeat else 64))
                 if repeat:
                     kinds = one.usage.kind_seconds
-                    found[name]["tokens_per_s"].append(one.times.output_rate)
-                    found[name]["attention_share"].append(kinds["attention"] / sum(kinds.values()))
-                    found[name]["others_cpu"].append(one.usage.others)
+                    found[name].append(
+                        {
+                            "tokens_per_s": one.times.output_rate,
+                            "attention_share": kinds["attention"] / sum(kinds.values()),
+                            "others_cpu": one.usage.others,
+                        }
+                    )
             print(f"round {repeat} of {repeats}", file=sys.stderr, flush=True)
-    return found
+    return {name: middle(figures) for name, figures in found.items()}
 
 
 def main() -> int:

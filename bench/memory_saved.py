@@ -248,14 +248,15 @@ def figures(
         "most_tokens": max(point["tokens"] for point in course),
         "most_at_once": max(point["sequences"] for point in course),
         "looks": len(course),
-        "sequences": {
-            name: {
+        "sequences": [
+            {
+                "request": name,
                 "tokens": values[-1],
                 "flat": flat[name],
-                **{way: round(statistics.mean(waste[way][name]), 1) for way in waste},
+                **{way: statistics.mean(waste[way][name]) for way in waste},
             }
             for name, values in held.items()
-        },
+        ],
         "output_tokens": [len(output.token_ids) for output in outputs],
         "max_tokens": [request.max_tokens for request in asked],
         "course": thinned(course),
@@ -393,9 +394,12 @@ def main() -> int:
         return RED
     print(show(kept))
     settings = {"requests": given.requests, "concurrency": given.concurrency, "block_size": BLOCK_SIZE}
-    keep(Result("memory_saved", kept, settings | {"longest": longest}), given.json, plots.memory_saved)
+    # Only the picture has each sequence and point.
+    figured = {name: value for name, value in kept.items() if name not in ("sequences", "course")}
+    result = Result("memory_saved", figured, settings | {"longest": longest})
+    keep(result, given.json, lambda _, picture: plots.memory_saved(kept, picture))
     # A sequence that has more tokens than a contiguous allocation for it was not measured right.
-    wrong = any(each["tokens"] > each["flat"] for each in kept["sequences"].values())
+    wrong = any(each["tokens"] > each["flat"] for each in kept["sequences"])
     return RED if wrong else 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import psutil
 
-from bench.result import Result, add_json_argument, percentile
+from bench.result import Result, add_json_argument, middle, percentile, spread
 from bench.stub_executor import Record, read_records
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -175,18 +175,19 @@ def describe(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def middle(values: Sequence[Any]) -> Any:
-    """The median, or the median of each entry if values have several entries."""
-    if isinstance(values[0], dict):
-        return {key: middle([value[key] for value in values]) for key in values[0]}
-    if isinstance(values[0], list):
-        return [middle(column) for column in zip(*values, strict=True)]
-    return values[0] if isinstance(values[0], str) else statistics.median(values)
+def summary(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The medians of each wiring; the first also has what it costs beside the second in the same repeat."""
+    pairs = list(zip(*results.values(), strict=True))
+    medians: list[dict[str, Any]] = [middle(repeats) for repeats in results.values()]
+    medians[0]["cost"] = spread([own["seconds"] / inside["seconds"] - 1 for own, inside in pairs])
+    medians[0]["cost_us_per_step"] = statistics.median(
+        (own["seconds"] - inside["seconds"]) / own["steps"] * 1e6 for own, inside in pairs
+    )
+    return medians
 
 
-def report(title: str, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Prints the medians of one case, both wirings side by side; returns a summary in one line."""
-    medians = [middle(results[name]) for name in WIRINGS]
+def report(title: str, medians: Sequence[dict[str, Any]]) -> str:
+    """Prints one case, both wirings side by side; returns a summary in one line."""
     print(f"\n{title}: {medians[0]['steps']:.0f} steps")
 
     def row(words: str, values: Iterable[str]) -> None:
@@ -210,14 +211,12 @@ def report(title: str, results: dict[str, list[dict[str, Any]]]) -> str:
     row("bytes of syncs per step, of their answers", ["", f"{inside['request']:.0f} {inside['answer']:.0f}"])
     for name in PROCESSES:
         row(f"processor ms per step: {name}", [f"{one['processor'].get(name, 0):.2f}" for one in medians])
-    pairs = list(zip(*results.values(), strict=True))
-    costs = sorted(own["seconds"] / inside["seconds"] - 1 for own, inside in pairs)
-    each = statistics.median((own["seconds"] - inside["seconds"]) / own["steps"] * 1e6 for own, inside in pairs)
-    print(f"  the separate process costs {each:+.0f} us per step")
+    cost = medians[0]["cost"]
+    print(f"  the separate process costs {medians[0]['cost_us_per_step']:+.0f} us per step")
     idle = " ".join(f"{one['idle_share']:8.2%}" for one in medians if "idle_share" in one)
     waited = medians[0]["parts"]["step_cachemgr_wait"][0]
-    spread = f"{costs[0]:+.1%} to {costs[-1]:+.1%}"
-    return f"{title:<36}{statistics.median(costs):>+9.2%}  {spread:<18} {idle:<19}{waited:>10.3f}"
+    bounds = f"{cost['lowest']:+.1%} to {cost['highest']:+.1%}"
+    return f"{title:<36}{cost['median']:>+9.2%}  {bounds:<18} {idle:<19}{waited:>10.3f}"
 
 
 async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -250,8 +249,9 @@ async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> l
                     result = await run(wiring, channels[wiring.name], work, tokens)
                     results[wiring.name].append(result | {"step_ms": step})
             title = f"{sequences} sequences, " + (f"steps of {step:g} ms" if step else "the real model")
-            lines.append(report(title, results))
-            everything += itertools.chain(*results.values())
+            medians = summary(results)
+            lines.append(report(title, medians))
+            everything += medians
     print(f"\n{'':<36}{'cost end to end':<30}{'executor idle, own':<20}ms per step waited")
     print(f"{'':<36}{'  median   least to most':<30}{'and in scheduler':<20}for cachemgr")
     print("\n".join(lines))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,40 +39,27 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[tuple[f
     axes.legend(frameon=False, fontsize=9, ncols=len(series))
 
 
-def _median(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    return statistics.median(record[key] for record in records)
-
-
 def serving(kept: Mapping[str, Any], target: Path) -> bool:
     """Draws each case's share of the limit, and CPU time per output token by process. False without matplotlib."""
     figure = _figure(2, f"kvkeep on {kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
         return False
     near, cost = figure.axes
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in kept["runs"]:
-        runs.setdefault((record["dtype"], record["case"]), []).append(record)
+    runs = {(record["dtype"], record["case"]): record for record in kept["runs"]}
     cases = list(dict.fromkeys(case for _, case in runs))
     dtypes = list(dict.fromkeys(dtype for dtype, _ in runs))
     series = {}
     for dtype in dtypes:
         series[dtype] = [
-            (
-                100 * _median(runs[dtype, case], "limit_s") / _median(runs[dtype, case], "seconds"),
-                f"{_median(runs[dtype, case], 'output_tokens_per_s'):.0f} tok/s",
-            )
-            for case in cases
+            (100 * run["limit_s"] / run["seconds"], f"{run['output_tokens_per_s']:.0f} tok/s")
+            for run in (runs[dtype, case] for case in cases)
         ]
     _bars(near, cases, series)
     near.set_ylabel("% of the limit with weights in this type")
     near.set_title("speed (above the bars: output tokens per second)", fontsize=10, loc="left")
     bottoms = [0.0] * len(runs)
     for number, process in enumerate(kept["runs"][0]["cpu_s"]):
-        heights = [
-            1e3
-            * statistics.median(run["cpu_s"][process] / (run["output_tokens_per_s"] * run["seconds"]) for run in group)
-            for group in runs.values()
-        ]
+        heights = [1e3 * run["cpu_s"][process] / (run["output_tokens_per_s"] * run["seconds"]) for run in runs.values()]
         cost.bar(range(len(runs)), heights, 0.7, bottom=bottoms, label=process, color=COLOURS[number % len(COLOURS)])
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     cost.set_xticks(range(len(runs)), [f"{case}\n{dtype}" for dtype, case in runs])
@@ -87,13 +73,15 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
 def peers(kept: Mapping[str, Any], target: Path) -> bool:
     """Draws each engine's share of the limit, a panel for each model and data type. False without matplotlib."""
     panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for record in kept["runs"]:
-        panels.setdefault((record["model"], record["dtype"]), []).append(record)
+    for model, records in kept["runs"].items():
+        for record in records:
+            panels.setdefault((model, record["dtype"]), []).append(record)
     figure = _figure(len(panels), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
         return False
-    cases = sorted({record["case"] for record in kept["runs"]})
-    engines = list(dict.fromkeys(record["engine"] for record in kept["runs"]))
+    everything = [record for records in panels.values() for record in records]
+    cases = sorted({record["case"] for record in everything})
+    engines = list(dict.fromkeys(record["engine"] for record in everything))
     for axes, ((model, dtype), runs) in zip(figure.axes, panels.items(), strict=True):
         series = {engine: [_share(runs, case, engine) for case in cases] for engine in engines}
         _bars(axes, cases, series)
@@ -105,11 +93,10 @@ def peers(kept: Mapping[str, Any], target: Path) -> bool:
 
 def _share(runs: Sequence[Mapping[str, Any]], case: str, engine: str) -> tuple[float, str]:
     """Height and words of a bar; no bar if nothing was measured."""
-    group = [run for run in runs if (run["case"], run["engine"]) == (case, engine)]
-    if not group:
-        return 0.0, ""
-    share = 100 * _median(group, "limit_s") / _median(group, "seconds")
-    return share, f"{_median(group, 'output_tokens_per_s'):.0f}"
+    for run in runs:
+        if (run["case"], run["engine"]) == (case, engine):
+            return 100 * run["limit_s"] / run["seconds"], f"{run['output_tokens_per_s']:.0f}"
+    return 0.0, ""
 
 
 def window(kept: Mapping[str, Any], target: Path) -> bool:
@@ -152,7 +139,7 @@ def memory_saved(kept: Mapping[str, Any], target: Path) -> bool:
     ways = [row["way"] for row in kept["rows"]]
     for place, way in enumerate(ways):
         course.step(times, [point[way] for point in kept["course"]], where="post", label=way, color=COLOURS[place])
-        each = sorted(sequence[way] for sequence in kept["sequences"].values())
+        each = sorted(sequence[way] for sequence in kept["sequences"])
         waste.plot(range(1, len(each) + 1), each, "o-", markersize=3, color=COLOURS[place], label=way)
     course.step(
         times, [point["pool"] for point in kept["course"]], ":k", where="post", label="blocks in use of the pool"

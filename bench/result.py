@@ -7,9 +7,11 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_05UP, Context
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ignored by git. Chosen results are kept below bench/results, in a folder for each machine.
 _SHORT = "build/bench"
 RESULTS = ROOT / _SHORT
-COLUMNS, SHORT = 120, 40
+COLUMNS, SHORT = 120, 80
+# A kept number is rounded so that rounding it again, to fewer digits, gives the same as rounding the measured number.
+_DIGITS = Context(prec=5, rounding=ROUND_05UP)
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "redis", "uvloop")
 
 
@@ -67,37 +71,68 @@ class Result:
         return rest | dict(self.figures)
 
     def write(self, target: Path | None = None) -> Path:
-        """Writes JSON to this file, by default to RESULTS; returns where."""
+        """Writes JSON to this file, by default to RESULTS; returns where. Floats have 5 digits, rows are tables."""
         target = target or RESULTS / f"{self.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(pretty(self.values()) + "\n")
+        target.write_text(pretty(_short(self.values())) + "\n")
         return target
 
 
-def pretty(value: Any, indent: str = "") -> str:
-    """JSON in few lines of at most 120 columns: short values share a line."""
-    flat = json.dumps(value, default=str)
-    if len(indent) + len(flat) <= COLUMNS or not isinstance(value, (Mapping, list, tuple)):
+def read(path: Path) -> dict[str, Any]:
+    """What `Result.write` has written, with rows again. Rows lack the values that are None."""
+
+    def restored(value: dict[str, Any]) -> Any:
+        if value.keys() != {"columns", "rows"}:
+            return value
+        rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
+        return [{name: one for name, one in row if one is not None} for row in rows]
+
+    found: dict[str, Any] = json.loads(path.read_text(), object_hook=restored)
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Floats with few digits; several mappings in a list as one table, whose columns are named once."""
+    if isinstance(value, float):
+        return float(_DIGITS.create_decimal(f"{value:.12g}"))
+    if isinstance(value, Mapping):
+        return {name: _short(one) for name, one in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) > 1 and all(isinstance(one, Mapping) for one in value):
+        columns = list(dict.fromkeys(name for one in value for name in one))
+        return {"columns": columns, "rows": [[_short(one.get(name)) for name in columns] for one in value]}
+    return [_short(one) for one in value]
+
+
+def pretty(value: Any, indent: str = "", name: str = "") -> str:
+    """JSON in few lines of at most 120 columns: short values share a line. name: what stands before the value."""
+    flat = name + json.dumps(value, default=str)
+    if len(indent) + len(flat) < COLUMNS or not isinstance(value, (Mapping, list, tuple)):
         return flat
     inner = indent + " "
     if isinstance(value, Mapping):
         # The names as strings, as in JSON.
         names = json.loads(json.dumps(dict.fromkeys(value)))
-        parts = [f"{json.dumps(name)}: {pretty(one, inner)}" for name, one in zip(names, value.values(), strict=True)]
+        parts = [pretty(one, inner, f"{json.dumps(key)}: ") for key, one in zip(names, value.values(), strict=True)]
         begin, end = "{}"
     else:
         parts = [pretty(one, inner) for one in value]
         begin, end = "[]"
-    lines: list[str] = []
-    was_short = False
+    lines, was_short = [name + begin], False
+    # Where all values are short, they begin beside the bracket.
+    beside = all(len(part) <= SHORT for part in parts)
     for part in parts:
         is_short = len(part) <= SHORT
-        if is_short and was_short and len(inner) + len(lines[-1]) + len(part) + 3 <= COLUMNS:
-            lines[-1] += f", {part}"
+        separator = "" if len(lines) == 1 and lines[0] == name + begin else ", "
+        room = COLUMNS - len(inner) - len(lines[-1]) - len(separator) - len(part) - 2
+        if (was_short or (beside and not separator)) and is_short and room >= 0:
+            lines[-1] += separator + part
         else:
+            lines[-1] += separator.strip()
             lines.append(part)
         was_short = is_short
-    return f"{begin}\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}{end}"
+    return f"\n{inner}".join(lines) + (end if beside else f"\n{indent}{end}")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -109,3 +144,23 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def middle(repeats: Sequence[Any]) -> Any:
+    """The medians of all numbers of the repeats, also inside of mappings and lists. Other values are the first's."""
+    first = repeats[0]
+    if isinstance(first, Mapping):
+        return {name: middle([one[name] for one in repeats]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return [middle(column) for column in zip(*repeats, strict=True)]
+    return statistics.median(repeats) if isinstance(first, (int, float)) else first
+
+
+def spread(repeats: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest of the repeats, and their number."""
+    return {
+        "median": statistics.median(repeats),
+        "lowest": min(repeats),
+        "highest": max(repeats),
+        "repeats": len(repeats),
+    }

@@ -4,14 +4,13 @@ Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes b
 a separate stack. Its greedy output is checked first, which also warms up the stack; a failed check ends the run
 without a speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables
 show medians; "of limit" compares with the least time that bench.limits computes from the best rates of the same
-run. Every run is kept in a JSON file, with a picture of the same name beside it.
+run. A JSON file has the medians, and a picture of the same name is beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from tokenizers import Tokenizer
 from bench import gate, limits, plots
 from bench.gguf_file import in_floats
 from bench.limits import Limits, ModelShape
-from bench.result import Result, add_json_argument
+from bench.result import Result, add_json_argument, middle
 from bench.runs import Run, WrongCountError, run
 from bench.tables import table
 from bench.workloads import Case, Corpus, chosen
@@ -114,7 +113,7 @@ class Report:
 
     dtype: str
     limits: list[Limits] = field(default_factory=list)
-    runs: list[tuple[Case, int, Run]] = field(default_factory=list)
+    runs: list[tuple[Case, Run]] = field(default_factory=list)
 
     @property
     def best_limits(self) -> Limits:
@@ -122,56 +121,47 @@ class Report:
         return reduce(Limits.best, self.limits)
 
     def records(self, shape: ModelShape) -> list[dict[str, Any]]:
-        """Every run, for JSON."""
+        """The medians of each case, for JSON."""
+        repeats: dict[Case, list[dict[str, Any]]] = {}
+        for case, result in self.runs:
+            figures = {**result.times.summary(), **result.usage.summary(), "cached_tokens": result.cached_tokens}
+            repeats.setdefault(case, []).append(figures)
         return [
             {
                 "dtype": self.dtype,
                 "case": case.name,
-                "repeat": repeat,
-                **{name: round(value, 5) for name, value in result.times.summary().items()},
-                **result.usage.summary(),
-                "cached_tokens": result.cached_tokens,
-                "limit_s": round(self.best_limits.seconds(limits.work(shape, case, self.dtype)), 5),
-                "limit_step_ms": round(self.best_limits.step_seconds(limits.work(shape, case, self.dtype)) * 1e3, 5),
+                "repeats": len(found),
+                **middle(found),
+                "limit_s": self.best_limits.seconds(limits.work(shape, case, self.dtype)),
+                "limit_step_ms": self.best_limits.step_seconds(limits.work(shape, case, self.dtype)) * 1e3,
             }
-            for case, repeat, result in self.runs
+            for case, found in repeats.items()
         ]
 
 
 def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     """The tables of one data type: speed and limits, use of each process, and time of the executor's steps."""
-    names = list(dict.fromkeys(record["case"] for record in records))
     speed, cost, kinds = [], [], []
     processes, names_of_kinds = list(records[0]["cpu_s"]), list(records[0]["kind_s"])
-    for name in names:
-        runs = [record for record in records if record["case"] == name]
-
-        def middle(key: str, runs: Sequence[dict[str, Any]] = runs) -> float:
-            return statistics.median(record[key] for record in runs)
-
+    for one in records:
         speed.append(
             [
-                name,
-                f"{middle('output_tokens_per_s'):.1f}",
-                f"{middle('total_tokens_per_s'):.0f}",
-                f"{middle('limit_s') / middle('seconds'):.0%}",
-                *(f"{middle(f'first_token_{kind}_s'):.2f}" for kind in ("mean", "p99")),
-                *(f"{middle(f'inter_token_{kind}_ms'):.1f}" for kind in ("mean", "p50", "p99")),
-                f"{middle('inter_token_mean_ms') / middle('limit_step_ms'):.2f}",
-                f"{middle('kv_blocks'):.0f}",
-                f"{middle('cached_tokens'):.0f}",
-                f"{middle('others_cpu'):.0%}",
+                one["case"],
+                f"{one['output_tokens_per_s']:.1f}",
+                f"{one['total_tokens_per_s']:.0f}",
+                f"{one['limit_s'] / one['seconds']:.0%}",
+                *(f"{one[f'first_token_{kind}_s']:.2f}" for kind in ("mean", "p99")),
+                *(f"{one[f'inter_token_{kind}_ms']:.1f}" for kind in ("mean", "p50", "p99")),
+                f"{one['inter_token_mean_ms'] / one['limit_step_ms']:.2f}",
+                f"{one['kv_blocks']:.0f}",
+                f"{one['cached_tokens']:.0f}",
+                f"{one['others_cpu']:.0%}",
             ]
         )
-        cells = [name]
-        for process in processes:
-            seconds, resident = (
-                statistics.median(run[key][process] for run in runs) for key in ("cpu_s", "resident_mb")
-            )
-            cells.append(f"{seconds:.2f} s {resident:5.0f} MB")
-        cost.append(cells)
-        spent = [statistics.median(run["kind_s"][kind] for run in runs) for kind in names_of_kinds]
-        kinds.append([name, f"{sum(spent):.2f}", *(f"{seconds / sum(spent):.1%}" for seconds in spent)])
+        used = [f"{one['cpu_s'][process]:.2f} s {one['resident_mb'][process]:5.0f} MB" for process in processes]
+        cost.append([one["case"], *used])
+        spent = [one["kind_s"][kind] for kind in names_of_kinds]
+        kinds.append([one["case"], f"{sum(spent):.2f}", *(f"{seconds / sum(spent):.1%}" for seconds in spent)])
     head = (
         "",
         "output\ntokens/s",
@@ -187,8 +177,7 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
         "cached\ntokens",
         "others\nof CPU",
     )
-    repeats = len(records) // len(names)
-    title = f"{records[0]['dtype']}, medians of {repeats}"
+    title = f"{records[0]['dtype']}, medians of {records[0]['repeats']}"
     tables = [table(head, speed), table(("CPU time and resident memory", *processes), cost)]
     if names_of_kinds:
         tables.append(table(("the executor's steps", "s", *names_of_kinds), kinds))
@@ -211,7 +200,7 @@ def one_dtype(bench: Bench, dtype: str) -> Report:
             report.limits.append(bench.machine(dtype))
             for case in bench.cases:
                 result = runs(case, bench.corpus.prompts(case, repeat), case.output_tokens)
-                report.runs.append((case, repeat, result))
+                report.runs.append((case, result))
                 note(f"{dtype} {case.name}, repeat {repeat}: {result.times.output_rate:.1f} output tokens/s")
         report.limits.append(bench.machine(dtype))
     return report
@@ -250,7 +239,7 @@ def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
 def keep(result: Result, target: Path | None, plot: Callable[[dict[str, Any], Path], bool]) -> None:
     """Writes the results and their picture."""
     written = result.write(target)
-    note(f"every run is in {written}")
+    note(f"the figures are in {written}")
     picture = written.with_suffix(".png")
     note(f"drawn in {picture}" if plot(result.values(), picture) else "not drawn: there is no matplotlib")
 
@@ -277,7 +266,7 @@ def main() -> int:
         for dtype in given.dtypes:
             report = one_dtype(bench, dtype)
             records = report.records(bench.shape)
-            kept["limits"][dtype] = [asdict(one) for one in report.limits]
+            kept["limits"][dtype] = asdict(report.best_limits)
             kept["runs"] += records
             print(show(records, report.best_limits.lines()), flush=True)
             keep(Result("serving", kept, bench.settings), given.json, plots.serving)

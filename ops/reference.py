@@ -166,16 +166,21 @@ def _options(verb: Any, context: Any) -> list[tuple[str, str]]:
 def families_table() -> str:
     """Decoder families of transformers by the results of `python -m bench.families`."""
     kept = json.loads(FAMILIES.read_text())
-    outcomes: dict[str, dict[str, str]] = {one["name"]: one for one in kept["families"]}
+    outcomes = {
+        name: (outcome, why)
+        for outcome, details in kept["families"].items()
+        for why, names in details.items()
+        for name in names
+    }
     found: dict[str, list[str]] = defaultdict(list)
-    for name, one in sorted(outcomes.items()):
+    for name, (outcome, why) in sorted(outcomes.items()):
         family, _, variant = name.partition("/")
         # A variant appears only if it differs from its family.
-        if variant and one["outcome"] in ("untried", outcomes[family]["outcome"]):
+        if variant and outcome in ("untried", outcomes[family][0]):
             continue
         shown = code(family) + (f" ({variant})" if variant else "")
-        kind = one["outcome"] + (" fast" if one["outcome"] == "equal" and family in kept["fast"] else "")
-        found[_reason(one["detail"]) if kind == "refused" else kind].append(shown)
+        kind = outcome + (" fast" if outcome == "equal" and family in kept["fast"] else "")
+        found[_reason(why) if kind == "refused" else kind].append(shown)
     fast, exact, untried = (", ".join(found.pop(kind, [])) for kind in ("equal fast", "equal", "untried"))
     text = paragraph(f"With transformers {kept['versions']['transformers']}:")
     text += "\n### Exact and fast\n\n" + paragraph(

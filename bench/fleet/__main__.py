@@ -81,7 +81,9 @@ def record(stage: Stage, answers: Sequence[Answer], **values: Any) -> dict[str, 
 
 def measured(found: Measured) -> dict[str, Any]:
     """The figures of a stage besides its answers."""
-    counts, load = found.by_engine.values(), found.load
+    counts, load, router = found.by_engine.values(), found.load, found.router
+    if router:
+        router = router | {"regret": router["regret_tokens"] / max(router["routed_tokens"], 1)}
     return {
         "saturated": max(load.machine, load.busiest) > SATURATED,
         "cpu": load.machine,
@@ -92,8 +94,36 @@ def measured(found: Measured) -> dict[str, Any]:
         "by_engine": found.by_engine,
         "most_by_mean": max(counts) / max(statistics.mean(counts), 1e-9),
         "late_p99_s": percentile([one.sent - one.due for one in found.answers], 0.99) if found.answers else 0.0,
-        **found.router,
+        **router,
     }
+
+
+# What the file has of a stage.
+KEPT = (
+    "rate",
+    "policy",
+    "requests",
+    "shed",
+    "failed",
+    "output_tokens_per_s",
+    "ttft_mean_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "itl_mean_s",
+    "hit_rate",
+    "most_by_mean",
+    "regret",
+    "cpu_others",
+    "saturated",
+    "burst",
+    "warming",
+)
+
+
+def result(name: str, unit: str, records: Sequence[dict[str, Any]], asked: dict[str, Any]) -> Result:
+    """The stages as they are kept."""
+    kept = [{key: one[key] for key in KEPT if key in one} for one in records]
+    return Result(name, {"unit": unit, "stages": kept}, asked)
 
 
 def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str, Any]]:
@@ -141,7 +171,7 @@ def cells(one: dict[str, Any]) -> list[str]:
         f"{1e3 * one['itl_mean_s']:.1f}" if "itl_mean_s" in one else "",
         value("hit_rate", ".1%"),
         f"{one['shed']} of {one['requests']}" + (f", {one['failed']} failed" if one["failed"] else ""),
-        f"{one['regret_tokens'] / max(one['routed_tokens'], 1):.1%}" if "regret_tokens" in one else "",
+        value("regret", ".1%"),
         value("most_by_mean", ".2f"),
         value("cpu", ".0%") + ("!" if one.get("saturated") else ""),
         value("cpu_others", ".0%"),
@@ -293,9 +323,9 @@ def main() -> int:
     records = [one for name in simulations(given.policies) for one in simulate(name, device, given.engines, stages)]
     asked = {name: value for name, value in vars(given).items() if name != "json"}
     if given.simulated:
-        written = Result("fleet_simulated", {"unit": unit, "stages": records}, asked).write(given.json)
+        written = result("fleet_simulated", unit, records, asked).write(given.json)
         print(show(records, unit))
-        print(f"every stage is in {written}", file=sys.stderr)
+        print(f"all stages are in {written}", file=sys.stderr)
         return 0
     with Fleet(given.engines, given.shards, settings_of(given), given.routers) as fleet:
         for policy in given.policies:
@@ -303,11 +333,11 @@ def main() -> int:
                 records.append(one)
                 print(table(("", *HEAD), [[f"{one['policy']} {one['rate']}", *cells(one)[1:]]]), file=sys.stderr)
                 # Kept during the run: a long run may be ended.
-                written = Result("fleet", {"unit": unit, "stages": records}, asked).write(given.json)
+                written = result("fleet", unit, records, asked).write(given.json)
     print(show(records, unit))
     if plots.fleet({"unit": unit, "stages": records, **asked}, written.with_suffix(".png")):
         print(f"drawn in {written.with_suffix('.png')}", file=sys.stderr)
-    print(f"every stage is in {written}", file=sys.stderr)
+    print(f"all stages are in {written}", file=sys.stderr)
     return 1 if any(one["failed"] for one in records) else 0
 
 

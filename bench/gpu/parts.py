@@ -168,8 +168,13 @@ def exit_status(results: Mapping[str, Result], parts: Sequence[Part]) -> int:
 
 def values(results: Mapping[str, Result], facts: Mapping[str, Any]) -> dict[str, Any]:
     """All results and facts, for JSON."""
-    found = {
-        name: asdict(result) | {"figures": [asdict(figure) | {"met": figure.met} for figure in result.figures]}
+    parts = [
+        {"part": name, "status": result.status, "seconds": result.seconds, "detail": result.detail}
         for name, result in results.items()
-    }
-    return {"facts": dict(facts), "parts": found}
+    ]
+    figures = [
+        {"part": name, **asdict(figure), "met": figure.met}
+        for name, result in results.items()
+        for figure in result.figures
+    ]
+    return {"facts": dict(facts), "parts": parts, "figures": figures}

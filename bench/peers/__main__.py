@@ -33,7 +33,7 @@ from bench.gguf_file import in_floats
 from bench.peers import gguf_file, llama_bench
 from bench.peers.processes import PeerError, PeerProcess
 from bench.peers.set_up import PEERS, Peer, default_folder
-from bench.result import Result
+from bench.result import Result, middle
 from bench.serving import (
     Bench,
     Runs,
@@ -85,10 +85,11 @@ class Subject:
 class Measured:
     """Everything that was found, for JSON and the tables."""
 
-    runs: list[Record]
-    # By model and data type.
-    limits: dict[str, dict[str, list[Record]]]
-    llama_bench: list[Record]
+    # The medians of each case and engine by model.
+    runs: dict[str, list[Record]]
+    # The machine's best rates, and milliseconds per token, by model and data type.
+    limits: dict[str, dict[str, Record]]
+    llama_bench: dict[str, dict[str, float]]
     # Versions of the peers.
     engines: dict[str, str]
     # Why an engine is not measured, or the error in the output of an engine that is measured.
@@ -118,12 +119,9 @@ def still_of_interest(name: str, case: str, records: Sequence[Record]) -> bool:
 
 def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]) -> list[str]:
     """One line of the table, from the records of one model in this data type and case."""
-    medians = {}
-    for engine in engines:
-        if figures := [value(case, record) for record in records if record["engine"] == engine]:
-            medians[engine] = statistics.median(figures)
+    medians = {record["engine"]: value(case, record) for record in records}
     some = records[0]
-    tokens = some["output_tokens_per_s"] * some["seconds"]
+    tokens = round(some["output_tokens_per_s"] * some["seconds"])
     limit = some["limit_step_ms"] if case == "W4" else tokens / some["limit_s"]
     peers = {engine: figure for engine, figure in medians.items() if engine != OURS}
     best = max(peers, key=lambda engine: better(case, peers[engine], 1.0), default="")
@@ -143,8 +141,7 @@ def row(dtype: str, case: str, engines: Sequence[str], records: Sequence[Record]
 def report(found: Measured) -> str:
     """A table for each model, and the engines that the tables lack."""
     lines: list[str] = []
-    for model in dict.fromkeys(record["model"] for record in found.runs):
-        records = [record for record in found.runs if record["model"] == model]
+    for model, records in found.runs.items():
         engines = list(dict.fromkeys(record["engine"] for record in records))
         groups: dict[tuple[str, str], list[Record]] = {}
         for record in records:
@@ -152,18 +149,12 @@ def report(found: Measured) -> str:
         names = [engine.replace(" ", "\n") for engine in engines]
         head = ["", "", *names, "best peer", "kvkeep by\nbest peer", "limit", "kvkeep\nof limit", "best peer\nof limit"]
         rows = [row(dtype, case, engines, group) for (dtype, case), group in groups.items()]
-        repeats = max(record["repeat"] for record in records)
+        repeats = max(record["repeats"] for record in records)
         lines += [f"\n{model}\nmedians of {repeats}, engines in turns", "", table(head, rows), ""]
-        alone: dict[str, list[float]] = {}
-        for record in found.llama_bench:
-            if record["model"] == model:
-                alone.setdefault(record["dtype"], []).append(record["token_ms"])
-        lines += [
-            f"llama-bench {dtype} W4: {statistics.median(figures):.1f} ms per token" for dtype, figures in alone.items()
-        ]
-    if shares := [record["others_cpu"] for record in found.runs]:
-        middle, most = statistics.median(shares), max(shares)
-        lines += [f"other processes took {middle:.0%} of the cores during a run, {most:.0%} at most"]
+        alone = found.llama_bench.get(model, {})
+        lines += [f"llama-bench {dtype} W4: {figure:.1f} ms per token" for dtype, figure in alone.items()]
+        usual, most = (f(record["others_cpu"] for record in records) for f in (statistics.median, max))
+        lines += [f"other processes took {usual:.0%} of the cores, {most:.0%} at most"]
     lines += [f"measured though its output differs: {name}: {reason}" for name, reason in found.differing.items()]
     return "\n".join([*lines, *(f"not measured: {name}: {reason}" for name, reason in found.absent.items())])
 
@@ -210,6 +201,7 @@ def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer],
     bench = subject.bench
     expected, margin = bench.references(dtype)
     records: list[Record] = []
+    token_ms: list[float] = []
     measured: list[limits.Limits] = []
     with contextlib.ExitStack() as stack:
         engines = ours(subject, dtype, stack, found)
@@ -238,15 +230,31 @@ def one_dtype(subject: Subject, dtype: str, folder: Path, peers: Sequence[Peer],
                 records += one_case(subject, dtype, case, repeat, engines, records, found)
                 if case.name == "W4" and LLAMA in engines:
                     program = known[LLAMA].python(folder).with_name("llama-bench")
-                    alone(program, subject, dtype, case, repeat, folder / "cache", found)
+                    token_ms += alone(program, subject, dtype, case, repeat, folder / "cache", found)
         measured.append(bench.machine(dtype))
-    best = reduce(limits.Limits.best, measured)
+    add(subject, dtype, records, reduce(limits.Limits.best, measured), found)
+    if token_ms:
+        found.llama_bench.setdefault(subject.title, {})[dtype] = statistics.median(token_ms)
+
+
+def add(subject: Subject, dtype: str, records: Sequence[Record], best: limits.Limits, found: Measured) -> None:
+    """Adds the medians of all runs of one data type, with their limits by the machine's best rates."""
+    cases = {case.name: case for case in subject.bench.cases}
     for record in records:
-        needed = subject.work(next(case for case in bench.cases if case.name == record["case"]), dtype)
+        needed = subject.work(cases[record["case"]], dtype)
         record["limit_s"] = best.seconds(needed)
         record["limit_step_ms"] = best.step_seconds(needed) * 1e3
-    found.runs += records
-    found.limits.setdefault(subject.title, {})[dtype] = [asdict(one) for one in measured]
+    if records:
+        found.runs.setdefault(subject.title, []).extend(medians(records))
+    found.limits.setdefault(subject.title, {})[dtype] = asdict(best)
+
+
+def medians(records: Sequence[Record]) -> list[Record]:
+    """One record for each case and engine, from the records of their repeats."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["case"], record["engine"]), []).append(record)
+    return [{"repeats": len(group), **middle(group)} for group in groups.values()]
 
 
 def one_case(
@@ -274,24 +282,26 @@ def one_case(
             leave_out(name, dtype, error, found)
             del engines[name]
             continue
-        summary = {key: round(figure, 5) for key, figure in result.times.summary().items()}
-        summary["others_cpu"] = round(result.usage.others, 4)
-        where = {"model": subject.title, "dtype": dtype, "case": case.name, "repeat": repeat, "engine": name}
+        summary = result.times.summary() | {"others_cpu": result.usage.others}
+        del summary["total_tokens_per_s"]
+        where = {"dtype": dtype, "case": case.name, "repeat": repeat, "engine": name}
         done.append({**where, **summary})
         note(f"{dtype} {case.name}, repeat {repeat}, {name}: {value(case.name, summary):.1f}")
     return done
 
 
-def alone(program: Path, subject: Subject, dtype: str, case: Case, repeat: int, cache: Path, found: Measured) -> None:
-    """Measures W4 with llama-bench."""
+def alone(
+    program: Path, subject: Subject, dtype: str, case: Case, repeat: int, cache: Path, found: Measured
+) -> list[float]:
+    """Measures W4 with llama-bench: milliseconds per token, or nothing if it fails."""
     threads = len(os.sched_getaffinity(0))
     try:
         taken = llama_bench.token_ms(program, subject.gguf(dtype, cache), dtype, threads, case)
     except PeerError as error:
         leave_out("llama-bench", dtype, error, found)
-        return
+        return []
     note(f"{dtype} {case.name}, repeat {repeat}, llama-bench: {taken:.1f}")
-    found.llama_bench.append({"model": subject.title, "dtype": dtype, "repeat": repeat, "token_ms": round(taken, 5)})
+    return [taken]
 
 
 def subjects(names: Sequence[str], model: str, file: Path | None, bench: Bench) -> list[Subject]:
@@ -327,7 +337,7 @@ def main() -> int:
     if given.gguf and not given.gguf.is_file():
         made.error(f"--gguf: there is no file {given.gguf}")
     peers = [peer for peer in PEERS if peer.name in given.peers and (peer.gguf or not given.gguf)]
-    found = Measured([], {}, [], {}, {}, {})
+    found = Measured({}, {}, {}, {}, {}, {})
 
     def measure() -> None:
         for subject in subjects(given.models, given.model, given.gguf, bench):
@@ -335,7 +345,8 @@ def main() -> int:
                 one_dtype(subject, dtype, given.folder, peers, found)
                 # The engines stand in this order, whatever order they were measured in.
                 order = [name for peer in PEERS for name in (peer.name, f"{peer.name} ahead")]
-                found.runs.sort(key=lambda record: [OURS, *order].index(record["engine"]))
+                for rows in found.runs.values():
+                    rows.sort(key=lambda record: [OURS, *order].index(record["engine"]))
                 keep(Result("peers", vars(found), bench.settings), given.json, plots.peers)
         print(report(found), flush=True)
 

@@ -7,7 +7,6 @@ executor's own engine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,8 +21,8 @@ from bench.research.eviction import adaptive, generation, passkey, pictures, str
 from bench.research.eviction.cache import Cache
 from bench.research.eviction.outputs import Outputs
 from bench.research.eviction.policies import FULL, POLICIES
-from bench.research.eviction.report import report
-from bench.result import RESULTS, Result
+from bench.research.eviction.report import report, summary
+from bench.result import RESULTS, Result, read
 from executor.errors import ModelError
 from executor.models.files import ModelFiles, find
 from executor.models.forward import Model
@@ -31,6 +30,8 @@ from executor.models.load import load_model
 from tests.stack import model_cache
 
 FAILED, INTERRUPTED = 1, 130
+# The records, to which --add adds; the results are their summary.
+RECORDS = RESULTS / "eviction-records.json"
 PROMPT, FOLLOWING = 1792, 256
 PASSKEY_BUDGETS = (256, 512)
 GENERATION_BUDGET = 512
@@ -121,13 +122,13 @@ def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures and writes the records, also after an interruption.
+    """Measures and writes the records of all parts to RECORDS, also after an interruption.
 
-    With --add, earlier results stay. Raises ValueError if these settings cannot be compared with the earlier settings.
+    With --add, earlier records stay. Raises ValueError if these settings cannot be compared with the earlier settings.
     """
     results: dict[str, Any] = {}
-    if arguments.add and arguments.json.exists():
-        results = json.loads(arguments.json.read_text())
+    if arguments.add and RECORDS.exists():
+        results = read(RECORDS)
     if not arguments.parts:
         return results
     evaluation = Evaluation(arguments)
@@ -139,7 +140,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
                 for record in follow(name, evaluation.parts[name]()):
                     results[name].append(record)
         finally:
-            Result("eviction", results).write(arguments.json)
+            Result("eviction", results).write(RECORDS)
     return results
 
 
@@ -162,7 +163,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
     """Draws the available results."""
     drawn = True
     if results.get("windows"):
-        drawn = pictures.budgets(results["windows"], folder / "eviction-budgets.png")
+        drawn = pictures.budgets(results["windows"]["policies"], folder / "eviction-budgets.png")
     if results.get("streams") and results["streams"][0]["nll"]:
         drawn = pictures.streams(results["streams"], results["settings"]["bin"], folder / "eviction-stream.png")
     if results.get("adaptive"):
@@ -182,7 +183,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", choices=names, default=names, help="what to measure")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--json", type=Path, default=RESULTS / "eviction.json", help="results; pictures go beside it")
-    parser.add_argument("--add", action="store_true", help="keep other parts and policies that the results have")
+    parser.add_argument("--add", action="store_true", help=f"keep other parts and policies of {RECORDS.name}")
     return parser.parse_args()
 
 
@@ -196,8 +197,11 @@ def main() -> int:
     except (ModelError, NoTextError, ValueError) as error:
         print(error, file=sys.stderr)
         return FAILED
-    print(report(results))
-    draw(results, arguments.json.parent)
+    settings = results.pop("settings", {})
+    kept = Result("eviction", summary(results), settings | {"policies": [*settings.get("policies", ())]})
+    kept.write(arguments.json)
+    print(report(kept.values()))
+    draw(kept.values(), arguments.json.parent)
     return 0
 
 

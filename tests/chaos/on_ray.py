@@ -11,11 +11,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from bench.result import spread
 from bench.tables import table
 from tests.support.ray_cluster import (
     BLOCK_STUB,
@@ -49,25 +50,36 @@ class Report:
 
     def values(self) -> dict[str, object]:
         """For a Result."""
-        return {"faults": self.faults, "answers": [{"what": what, **asdict(one)} for what, one in self.answers]}
+        return {"faults": self.faults, "losses": self.losses()}
 
-    def text(self) -> str:
-        """A table with a row for each kind of loss."""
+    def losses(self) -> list[dict[str, Any]]:
+        """Each kind of loss: sums over its times, and the spread of times."""
         kinds: dict[str, list[Answers]] = defaultdict(list)
         for what, one in self.answers:
             kinds[what].append(one)
+        return [
+            {
+                "what": what,
+                "requests": sum(one.requests for one in found),
+                "wrong": sum(len(one.wrong) for one in found),
+                "lost": sum(len(one.lost) for one in found),
+                "cut": sum(one.cut for one in found),
+                "pause": spread([one.pause for one in found]),
+                "seconds": spread([one.seconds for one in found]),
+            }
+            for what, found in sorted(kinds.items())
+        ]
+
+    def text(self) -> str:
+        """A table with a row for each kind of loss."""
         rows = [
             (
-                what,
-                str(len(found)),
-                str(sum(one.requests for one in found)),
-                str(sum(len(one.wrong) for one in found)),
-                str(sum(len(one.lost) for one in found)),
-                str(sum(one.cut for one in found)),
-                _spread([one.pause for one in found]),
-                _spread([one.seconds for one in found]),
+                str(one["what"]),
+                str(one["seconds"]["repeats"]),
+                *(str(one[name]) for name in ("requests", "wrong", "lost", "cut")),
+                *(f"{one[name]['median']:.1f} / {one[name]['highest']:.1f}" for name in ("pause", "seconds")),
             )
-            for what, found in sorted(kinds.items())
+            for one in self.losses()
         ]
         heads = (
             f"on Ray, seed {self.seed}",
@@ -80,10 +92,6 @@ class Report:
             "complete again, s:\nmedian / max",
         )
         return table(heads, rows) + "".join(f"\n\nFAULT {fault}" for fault in self.faults)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{median(values):.1f} / {max(values):.1f}"
 
 
 def lose_all(seed: int, seconds: float, tell: Tell) -> Report:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
+from bench.result import spread
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
@@ -47,14 +47,14 @@ class Recovery:
     seconds: float
 
 
-def summary(recoveries: Sequence[Recovery]) -> list[tuple[str, str, str]]:
-    """Rows of role, disturbance and `median / max (count)`."""
+def summary(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
+    """The spread of seconds by role and disturbance."""
     found: dict[tuple[str, str], list[float]] = {}
     for one in recoveries:
         found.setdefault((one.role, one.disturbance), []).append(one.seconds)
     return [
-        (*key, f"{statistics.median(seconds):.1f} / {max(seconds):.1f} ({len(seconds)})")
-        for key, seconds in sorted(found.items())
+        {"role": role, "disturbance": disturbance, **spread(seconds)}
+        for (role, disturbance), seconds in sorted(found.items())
     ]
 
 

@@ -69,8 +69,13 @@ class Report:
 
     def values(self) -> dict[str, object]:
         """The report's data for a Result."""
-        deaths, recoveries = map(vars, self.deaths), map(vars, self.recoveries)
-        return {**vars(self), "tally": vars(self.tally), "deaths": [*deaths], "recoveries": [*recoveries]}
+        found = {"tally": vars(self.tally), "deaths": self._death_rows(), "recoveries": summary(self.recoveries)}
+        return {**vars(self), **found}
+
+    def _death_rows(self) -> list[tuple[str, str]]:
+        """What the deaths of each process cost."""
+        names = sorted({death.name for death in self.deaths})
+        return [row for one in names for row in _death_rows(one, [death for death in self.deaths if death.name == one])]
 
     def text(self) -> str:
         """A table, and the faults after it."""
@@ -85,8 +90,7 @@ class Report:
             *((f"  {name}", f"{count}") for name, count in sorted(self.disturbances.items())),
             *((f"  messages: {name}", f"{count}") for name, count in sorted(self.messages.items())),
         ]
-        for name in sorted({death.name for death in self.deaths}):
-            rows += _death_rows(name, [death for death in self.deaths if death.name == name])
+        rows += self._death_rows()
         hit_rates = zip(("hit rate before", "hit rate after"), self.hit_rates, strict=False)
         rows += [(name, f"{rate:.1%}") for name, rate in hit_rates]
         rows += [(name, f"{value:.3g}") for name, value in self.figures.items()]
@@ -96,7 +100,9 @@ class Report:
         parts = [table((title, ""), rows)]
         if self.recoveries:
             heads = ("role", "disturbance", "recovered, s:\nmedian / max (count)")
-            parts.append(table(heads, summary(self.recoveries)))
+            form = "{median:.1f} / {highest:.1f} ({repeats})"
+            told = [(one["role"], one["disturbance"], form.format(**one)) for one in summary(self.recoveries)]
+            parts.append(table(heads, told))
         lines = [f"\nFAULT {fault}" for fault in self.faults] + [f"\nSLOW {slow}" for slow in self.slow]
         return "\n\n".join(parts) + "".join(lines)
 

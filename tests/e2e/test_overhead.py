@@ -1,10 +1,10 @@
 """The benchmark of the separate process: both wirings serve, with the same work and no model."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
+from bench.result import read
 from tests.support.patience import patience
 
 # So many tokens that the second sequence begins long before the first one ends.
@@ -19,7 +19,7 @@ def test_both_wirings_do_the_same_work(tmp_path: Path) -> None:
         [*command, "--json", str(results)], capture_output=True, text=True, timeout=patience(60), check=False
     )
     assert not done.returncode, done.stderr
-    own, inside = json.loads(results.read_text())["runs"]
+    own, inside = read(results)["runs"]
     assert "cachemgr" in own["processor"]
     assert "cachemgr" not in inside["processor"]
     for one in (own, inside):

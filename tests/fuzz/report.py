@@ -85,7 +85,12 @@ class Report:
     @property
     def calls(self) -> int:
         """All of them."""
-        return sum(row.statuses.total() for row in self.rows.values())
+        return self.statuses.total()
+
+    @property
+    def statuses(self) -> Counter[str]:
+        """How many calls of all methods had each status."""
+        return sum((row.statuses for row in self.rows.values()), Counter[str]())
 
     @property
     def num_faults(self) -> int:
@@ -93,21 +98,23 @@ class Report:
         return self._kinds.total()
 
     def figures(self) -> dict[str, object]:
-        """For a Result."""
+        """For a Result, all methods and routes together."""
         told = {"notes": self.notes, "pauses": self.pauses.count, "faults": self.faults}
-        rows = {name: vars(row) for name, row in sorted(self.rows.items())}
-        return {"calls": self.calls, "num_faults": self.num_faults, **told, "rows": rows}
+        rows = self.rows.values()
+        costs = ("slowest", "most_bytes", "most_loop_seconds", "longest_stall")
+        most = {name: max((getattr(row, name) for row in rows), default=0) for name in costs}
+        counts = {"methods": len(rows), "left": sum(row.left for row in rows), "statuses": dict(self.statuses)}
+        return {"calls": self.calls, "num_faults": self.num_faults, **told, **counts, "most_of_a_call": most}
 
     def text(self) -> str:
         """For people."""
         heads = ("method or route", "calls", "left early", "slowest s", "most MB", "most of a loop s", "stall s")
-        rows, total = [], Counter[str]()
+        rows = []
         for name, row in sorted(self.rows.items()):
-            total.update(row.statuses)
             costs = f"{row.most_bytes / 1e6:.0f}", f"{row.most_loop_seconds:.3f}", f"{row.longest_stall:.3f}"
             calls = str(row.statuses.total()), str(row.left), f"{row.slowest:.2f}"
             rows.append((name, *calls, *costs, _counts(row.statuses)))
-        lines = [table((*heads, "statuses"), rows), "", f"{self.calls} calls: {_counts(total)}", *self.notes]
+        lines = [table((*heads, "statuses"), rows), "", f"{self.calls} calls: {_counts(self.statuses)}", *self.notes]
         if self.pauses.count:
             lines.append(f"the machine was paused {self.pauses.count} times: what took too long then is no fault")
         if self.num_faults:

@@ -156,6 +156,22 @@ def _record(one: Course, name: str, kind: str) -> dict[str, Any]:
     return {"policy": name, "kind": kind, "slots": statistics.mean(one.slots), **lengths}
 
 
+def means(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each policy and kind of sequence, with the means."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["policy"], record["kind"]), []).append(record)
+    return [
+        {"policy": policy, "kind": kind}
+        | {
+            figure: statistics.mean(record[figure] for record in group)
+            for figure in ("slots", "first_window", "last_window", "nll", "right")
+            if figure in group[0]
+        }
+        for (policy, kind), group in groups.items()
+    ]
+
+
 class Report:
     """The records by policy and kind of sequence."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from bench.research.eviction.adaptive import Report as AdaptiveReport
-from bench.research.eviction.report import Windows, stream_bins
+from bench.research.eviction.report import stream_bins
 
 _MARKS = "osv^D<>Pp*Xh+xd"
 
@@ -28,30 +28,31 @@ def _figure(rows: int, columns: int) -> Any:
     return figure
 
 
-def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
+def budgets(rows: Sequence[Mapping[str, Any]], target: Path) -> bool:
     """Draws perplexity, kept attention and divergence against the budget. False without matplotlib."""
     figure = _figure(1, 3)
     if figure is None:
         return False
     from matplotlib import colormaps
 
-    windows = Windows(records)
+    by_policy: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=itemgetter("budget")):
+        by_policy.setdefault(row["policy"], []).append(row)
+    sizes = sorted({row["budget"] for row in rows})
     perplexity, mass, divergence = figure.axes
-    for number, name in enumerate(windows.policies):
+    for number, name in enumerate(dict.fromkeys(row["policy"] for row in rows)):
         style = {"label": name, "color": colormaps["tab20"](number), "marker": _MARKS[number % len(_MARKS)]}
-        for axes, heights in (
-            (perplexity, [windows.ratio(name, budget).value for budget in windows.budgets]),
-            (mass, [_mean(windows, name, budget, "mass") for budget in windows.budgets]),
-            (divergence, [_mean(windows, name, budget, "kl") for budget in windows.budgets]),
-        ):
-            axes.plot(windows.budgets, heights, markersize=4, linewidth=1.2, **style)
+        mine = by_policy[name]
+        for axes, value in ((perplexity, "value"), (mass, "mass"), (divergence, "kl")):
+            places, heights = ([row[key] for row in mine] for key in ("budget", value))
+            axes.plot(places, heights, markersize=4, linewidth=1.2, **style)
     for axes, title in (
         (perplexity, "perplexity beside the full cache's"),
         (mass, "share of the true attention that stays"),
         (divergence, "KL divergence from the full cache, nats"),
     ):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(windows.budgets, [str(budget) for budget in windows.budgets])
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("tokens kept")
         axes.set_title(title, fontsize=10, loc="left")
     # Higher values are only in the table: here they would hide the differences between the others.
@@ -61,10 +62,6 @@ def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
     figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     figure.savefig(target)
     return True
-
-
-def _mean(windows: Windows, name: str, budget: int, figure: str) -> float:
-    return statistics.mean(windows.values(name, budget, figure))
 
 
 def adaptive_windows(records: Sequence[Mapping[str, Any]], target: Path) -> bool:

@@ -18,6 +18,7 @@ from bench.fleet.bounds import PLACED, PLACEMENTS, Cache, Device, Simulation, si
 from bench.fleet.client import Ask
 from bench.fleet.processes import DIRECT, Load, Measured
 from bench.fleet.workload import Groups, Request, Stage, Trace
+from bench.result import read
 from bench.stub_executor import TOKEN_BYTES, StubSettings
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from scheduler.router.policies import POLICIES
@@ -145,7 +146,7 @@ def test_simulations_alone_leave_their_figures(tmp_path: Path, monkeypatch: pyte
     options = ["--smoke", "--simulated", "--engines", "3", "--json", str(written)]
     monkeypatch.setattr(sys, "argv", ["bench fleet", *options])
     assert main() == 0
-    found = json.loads(written.read_text())
+    found = read(written)
     assert found["settings"]["engines"] == 3
     # Of the asked policies only, `direct` being engines in turn.
     policies = (PLACED, simulated("round-robin"), simulated("cost"))
@@ -210,10 +211,10 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "fleet", *options, "--json", str(written)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
-    found = {(one["policy"], one["rate"]): one for one in json.loads(written.read_text())["stages"]}
+    found = {(one["policy"], one["rate"]): one for one in read(written)["stages"]}
     for rate in ("cold", "10"):
         stage, expected = found[DIRECT, rate], found[simulated("round-robin"), rate]
-        assert stage["requests"] == expected["requests"] == sum(stage["by_engine"].values())
+        assert stage["requests"] == expected["requests"]
         assert stage["failed"] == 0
     routed = found["cost", "10"]
     assert routed["failed"] == 0
@@ -225,11 +226,9 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
             assert found[DIRECT, rate]["hit_rate"] == pytest.approx(expected, abs=0.15)
         assert found[DIRECT, "10"]["hit_rate"] > found[DIRECT, "cold"]["hit_rate"]
         assert routed["hit_rate"] > found[DIRECT, "10"]["hit_rate"]
-    processes = {"cachemgr", "executor", "scheduler", "redis", "client"}
-    assert processes <= found[DIRECT, "10"]["cpu_s_per_s"].keys()
-    assert sum(routed["by_engine"].values()) == routed["decisions"] == routed["requests"]
-    assert routed["routed_tokens"] >= routed["expected_cached_tokens"] > 0
-    assert processes | {"router"} <= routed["cpu_s_per_s"].keys()
+    assert 0 <= routed["regret"] <= 1
+    assert 1 <= routed["most_by_mean"] <= 2
+    assert "regret" not in found[DIRECT, "10"]
     assert "output tokens/s / TTFT p90 in s" in done.stdout
 
 

@@ -22,7 +22,8 @@ def test_waste_is_what_is_held_without_a_token() -> None:
     kept = memory_saved.figures(seen, asked, outputs, 1000)
     rows = {row["way"]: row for row in kept["rows"]}
     # A sequence counts from its first computed token on.
-    assert kept["sequences"]["r0"] == {
+    assert kept["sequences"][0] == {
+        "request": "r0",
         "tokens": 30,
         "flat": 60,
         memory_saved.FLAT_MODEL: 975,

@@ -11,7 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bench import unquantized
 from bench.peers import gguf_file
-from bench.peers.__main__ import Measured, report
+from bench.peers.__main__ import Measured, medians, report
 from bench.peers.processes import PeerError, PeerProcess
 from bench.peers.set_up import ADAPTERS, Peer
 from bench.workloads import Case
@@ -70,9 +70,8 @@ def test_a_peer_that_fails_says_why(tmp_path: Path, body: str, reason: str) -> N
         process.run(CASE, PROMPTS, 2)
 
 
-def record(engine: str, case: str, figure: float, repeat: int = 1, model: str = "weights") -> dict[str, object]:
+def record(engine: str, case: str, figure: float, repeat: int = 1) -> dict[str, object]:
     return {
-        "model": model,
         "dtype": "float32",
         "engine": engine,
         "case": case,
@@ -87,7 +86,7 @@ def record(engine: str, case: str, figure: float, repeat: int = 1, model: str = 
 
 
 def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
-    records = [
+    repeats = [
         *(record("kvkeep", "W1", figure, repeat) for repeat, figure in enumerate((100, 1, 120), 1)),
         record("slow", "W1", 25),
         record("fast", "W1", 50),
@@ -95,8 +94,9 @@ def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
         record("slow", "W4", 40),
         record("fast", "W4", 15),
     ]
-    alone = [{"model": "weights", "dtype": "float32", "repeat": 1, "token_ms": 12.0}]
-    found = Measured(records, {}, alone, {}, {"absent float32": "not installed"}, {"odd float32": "position 3"})
+    alone = {"weights": {"float32": 12.0}}
+    absent, differing = {"absent float32": "not installed"}, {"odd float32": "position 3"}
+    found = Measured({"weights": medians(repeats)}, {}, alone, {}, absent, differing)
     shown = report(found)
     rows = {cells[1]: cells for cells in (line.split() for line in shown.splitlines()) if "float32" in cells[:1]}
     figures = ["100.0", "25.0", "50.0", "fast", "2.00", "200.0", "50%", "25%"]
@@ -117,20 +117,23 @@ def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
         "33%",
     ]
     assert "llama-bench float32 W4: 12.0 ms per token" in shown
-    assert "other processes took 3% of the cores during a run, 12% at most" in shown
+    assert "other processes took 3% of the cores, 10% at most" in shown
     assert "not measured: absent float32: not installed" in shown
     assert "measured though its output differs: odd float32: position 3" in shown
 
 
 def test_each_model_has_a_table_of_its_own() -> None:
-    records = [record("kvkeep", "W1", 100), record("kvkeep", "W1", 50, model="others"), record("fast", "W1", 25)]
-    shown = report(Measured(records, {}, [], {}, {}, {}))
+    runs = {
+        "weights": medians([record("kvkeep", "W1", 100), record("fast", "W1", 25)]),
+        "others": medians([record("kvkeep", "W1", 50)]),
+    }
+    shown = report(Measured(runs, {}, {}, {}, {}, {}))
     tables = [[line.split()[3] for line in part.splitlines() if "W1" in line] for part in shown.split("others")]
     assert tables == [["100.0"], ["50.0"]]
 
 
 def test_a_model_that_only_a_peer_runs_has_no_ratio() -> None:
-    shown = report(Measured([record("fast", "W4", 10)], {}, [], {}, {}, {}))
+    shown = report(Measured({"": medians([record("fast", "W4", 10)])}, {}, {}, {}, {}, {}))
     (cells,) = (line.split() for line in shown.splitlines() if "W4" in line)
     assert cells[5:] == ["10.0", "fast", "-", "5.0", "-", "50%"]
 

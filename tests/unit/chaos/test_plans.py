@@ -56,8 +56,8 @@ def test_a_disturbance_of_one_process_counts_for_its_role() -> None:
 def test_recoveries_are_summed_up_by_role_and_disturbance() -> None:
     found = [Recovery("router", "kill", seconds) for seconds in (3.0, 1.0, 2.0)]
     assert summary([*found, Recovery("cachemgr", "pause", 0.5)]) == [
-        ("cachemgr", "pause", "0.5 / 0.5 (1)"),
-        ("router", "kill", "2.0 / 3.0 (3)"),
+        {"role": "cachemgr", "disturbance": "pause", "median": 0.5, "lowest": 0.5, "highest": 0.5, "repeats": 1},
+        {"role": "router", "disturbance": "kill", "median": 2.0, "lowest": 1.0, "highest": 3.0, "repeats": 3},
     ]
 
 
