@@ -72,8 +72,8 @@ class CacheScope:
         "account",
         "adapter_id",
         "extra",
+        "kept_alive",
         "key",
-        "names",
         "owner",
         "salt",
         "session_id",
@@ -101,8 +101,8 @@ class CacheScope:
         self.owner = (tenant_id, salt)
         # The account that the scope's blocks count against.
         self.account: Account | None = None
-        # The tenant's and the salt's sets of scopes, kept alive by this scope.
-        self.names: Sequence[object] = ()
+        # The tenant's and the salt's sets of scopes live as long as their scopes.
+        self.kept_alive: Sequence[object] = ()
 
 
 class RecallableOffloads(Protocol):

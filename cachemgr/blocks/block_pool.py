@@ -477,7 +477,7 @@ class BlockPool:
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
         tree = self.tree
-        parent = tree.parent(parent_key)
+        parent = tree.as_parent(parent_key)
         self.zero_on_free.discard(block)
         self.offloader.drained(block)
         block.key = key

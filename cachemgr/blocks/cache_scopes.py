@@ -60,7 +60,7 @@ class CacheScopes:
             of_accounts = [self._of_account(key) for key in keys]
             for one in of_accounts:
                 one.scopes.add(scope)
-            scope.names = of_accounts
+            scope.kept_alive = of_accounts
             self._scopes[parts] = scope
         return scope
 

@@ -35,7 +35,7 @@ class PrefixTree:
         """The block with this key, or its tombstone; None if there is neither."""
         return self.by_key.get(key) or self.tombstones.get(key)
 
-    def parent(self, key: bytes) -> Node:
+    def as_parent(self, key: bytes) -> Node:
         """The node with this key, or a new tombstone; the caller must add a child."""
         node = self.node(key)
         if node is None:
@@ -66,10 +66,7 @@ class PrefixTree:
 
     def unlink(self, block: Block, parent: Node) -> None:
         """Removes a block; a tombstone becomes the parent of its children."""
-        if parent.children is block:
-            parent.children = None
-        else:
-            remove_child(parent, block)
+        remove_child(parent, block)
         if parent.children is None and not isinstance(parent, Block):
             del self.tombstones[parent.key]
         key = block.key

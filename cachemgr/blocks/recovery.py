@@ -112,7 +112,7 @@ def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> Non
 def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
     pool.tree.by_key.update((block.key, block) for block in parents)
     for block, key in parents.items():
-        pool.tree.link(block, pool.tree.parent(key))
+        pool.tree.link(block, pool.tree.as_parent(key))
     for block in parents:
         pool.count_children_in_tier(block)
 
