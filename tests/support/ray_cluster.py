@@ -84,9 +84,10 @@ class StubMember(Member):
 
     def __init__(self, name: str, plan: Plan) -> None:
         # This runs in the process of the actor.
-        layout.settings_from = partial(load, StubSettings)
-        kind = layout._KINDS["executor"]._replace(module=self.module, load=layout.settings_from)
+        settings_from = partial(load, StubSettings)
+        kind = layout._KINDS["executor"]._replace(module=self.module, load=settings_from)
         layout._KINDS["executor"] = kind
+        vars(layout)["settings_from"] = settings_from
         super().__init__(name, plan)
 
 
