@@ -22,6 +22,7 @@ from executor.core.adapters import Adapters
 from executor.core.draft_model import Draft, DraftModel
 from executor.core.drafts import Drafter
 from executor.core.grammars import Grammars
+from executor.core.largest_step import run_largest_step
 from executor.core.outbox import Outbox
 from executor.core.runner import Runner
 from executor.core.watchdog import Watchdog
@@ -96,6 +97,8 @@ def load(settings: ExecutorSettings, started: float) -> Loaded:
         draft = _load_draft(settings, device, model, tokenizer)
         sizes = draft.with_bytes(sizes, settings.block_size)
     release_unused_memory()
+    if device.type == "cuda":
+        run_largest_step(model, settings.block_size, cache_dtype, scales)
     blocks = count_blocks(
         sizes,
         settings.block_size,

@@ -45,7 +45,11 @@ class ExecutorSettings(ProcessSettings):
         0, ge=0, description="Most tokens that the pools hold in every layer; 0 is as many as fit on the device."
     )
     free_memory_fraction: float = Field(
-        0.9, gt=0, le=1, description="Share of free device memory for the pools; on a CPU, of at most 4 GiB."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share, for the pools, of the device memory that the weights and the largest step leave free; on a "
+        "CPU, of at most 4 GiB of free memory.",
     )
     expected_tokens: int = Field(
         2048,

@@ -51,6 +51,26 @@ class StepLoad(NamedTuple):
     sequence: float | None = None
 
 
+class PlainHistogram(Collector):
+    """A histogram without labels and locks, for what every step measures. One thread writes; any thread may read."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._buckets = name, text, buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Counts a duration, in seconds, `times` times: most tokens of a step have the same latency."""
+        self._counts[bisect_left(self._buckets, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = map(floatToGoString, (*self._buckets, float("inf")))
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class StepTimes:
     """The last steps' timings, and histograms over all of them. Written by the step loop only."""
 
@@ -62,8 +82,8 @@ class StepTimes:
         # Seconds for which the executor has not answered, beyond what its steps take. Any thread may read it.
         self.executor_silence = 0.0
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"{_PREFIX}_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
+        def histogram(name: str, text: str) -> PlainHistogram:
+            return PlainHistogram(f"{_PREFIX}_step_{name}_seconds", text, _STEP_BUCKETS, registry)
 
         self._planning = histogram("planning", "Time to plan a step.")
         self._sending = histogram("sending", "Time to build and send a step's message.")
@@ -84,26 +104,6 @@ class StepTimes:
         self._cachemgr.observe(timing.waiting_for_cachemgr)
         self._executor.observe(timing.waiting_for_executor)
         self._idle.observe(timing.executor_idle)
-
-
-class InterTokenHistogram(Collector):
-    """A histogram that counts a value many times at once: most tokens of a step have the same latency."""
-
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._name, self._text = name, text
-        self._counts = [0] * (len(_LATENCY_BUCKETS) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, seconds: float, times: int) -> None:
-        """Counts a latency, in seconds, `times` times."""
-        self._counts[bisect_left(_LATENCY_BUCKETS, seconds)] += times
-        self._sum += seconds * times
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = map(floatToGoString, (*_LATENCY_BUCKETS, float("inf")))
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class RequestMetrics:
@@ -137,8 +137,8 @@ class RequestMetrics:
         self.evicted_tokens = counter("evicted_tokens", "Tokens evicted by eviction policies.")
         self.queue = latency("queue", "Time from a request's arrival to its first step.")
         self.first_token = latency("time_to_first_token", "Time to first token (TTFT).")
-        self.inter_token = InterTokenHistogram(
-            f"{prefix}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", registry
+        self.inter_token = PlainHistogram(
+            f"{prefix}_inter_token_latency_seconds", "Inter-token latency (ITL) of samples.", _LATENCY_BUCKETS, registry
         )
         self.request = latency("request", "Time from a request's arrival to its end.")
         self.requests = counter("requests", "Ended requests, by finish reason.", "finish_reason")

@@ -354,8 +354,10 @@ class BlockPool:
         return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
 
     def estimate_left(self, total: int) -> Steps[LeftBlocks]:
-        """Estimates how many blocks leave if `total` slots may be used. Ignores quotas, and
-        descendants in lower tiers."""
+        """Estimates how many blocks leave if `total` slots may be used.
+
+        Ignores quotas, and descendants in lower tiers.
+        """
         device, copies = self.device, len(self.write_through.copies)
         leaving = sum(self.blocks[occupant.index] is occupant for occupant in self._leaving)
         owed = device.total - total + device.to_withhold - device.num_empty - leaving

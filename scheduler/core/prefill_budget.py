@@ -50,25 +50,14 @@ class PrefillBudget:
         # The times per prompt token, beyond the decodes, of the last steps with many prompt tokens.
         self._long_prefills: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._since_decode_only = 0
-
-    @property
-    def prompt_token_seconds(self) -> float | None:
-        """Time of a token of a long prompt; None until it is measured."""
-        return (median(self._long_prefills) or None) if self._long_prefills else None
-
-    @property
-    def prefill_token_seconds(self) -> float | None:
-        """Time that a prompt token takes at the moment, with all that its step computes besides; None before a prefill.
-
-        Steps with many prompt tokens are preferred, because the end of a prompt takes nearly as long as a decode.
-        """
-        steps = [step for step in self._whole_steps if step[0] >= _MANY_TOKENS] or self._whole_steps
-        return sum(seconds for _, seconds in steps) / sum(tokens for tokens, _ in steps) if steps else None
-
-    @property
-    def decode_step_seconds(self) -> float | None:
-        """Time of the last steps that only decoded; None until it is measured."""
-        return median(self._decode_only) if self._decode_only else None
+        # Time of a prompt token in the last steps that had any; 0 before them.
+        self._token_seconds = 0.0
+        # Time of a token of a long prompt; None until it is measured.
+        self.prompt_token_seconds: float | None = None
+        # Time that a prompt token takes at the moment, with all that its step computes besides; None before a prefill.
+        self.prefill_token_seconds: float | None = None
+        # Time of the last steps that only decoded; None until it is measured.
+        self.decode_step_seconds: float | None = None
 
     @property
     def sequence_seconds(self) -> float | None:
@@ -83,38 +72,47 @@ class PrefillBudget:
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """Takes an answered step's number of decoding sequences, its prompt tokens, and its time on the device."""
         if prompt_tokens:
-            self._whole_steps.append((prompt_tokens, seconds))
-            self._since_decode_only += 1
-            each = max(0.0, seconds - self._decode_seconds(decodes)) / prompt_tokens
-            self._prefills.append((prompt_tokens, each))
-            if prompt_tokens >= _MANY_TOKENS:
-                self._long_prefills.append(each)
+            self._observe_prefill(decodes, prompt_tokens, seconds)
         elif decodes:
             self._since_decode_only = 0
             if not self._resembles(decodes):
                 self._decode_only.clear()
             self._sequences = decodes
             self._decode_only.append(seconds)
+            self.decode_step_seconds = median(self._decode_only)
             self._decode_times.observe(decodes, seconds)
+
+    def _observe_prefill(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+        self._since_decode_only += 1
+        each = max(0.0, seconds - self._decode_seconds(decodes)) / prompt_tokens
+        self._prefills.append((prompt_tokens, each))
+        self._token_seconds = median(seconds for _, seconds in self._prefills)
+        if prompt_tokens >= _MANY_TOKENS:
+            self._long_prefills.append(each)
+            self.prompt_token_seconds = median(self._long_prefills) or None
+        self._whole_steps.append((prompt_tokens, seconds))
+        # Steps with many prompt tokens are preferred, because the end of a prompt takes nearly as long as a decode.
+        steps = [step for step in self._whole_steps if step[0] >= _MANY_TOKENS] or self._whole_steps
+        self.prefill_token_seconds = sum(seconds for _, seconds in steps) / sum(tokens for tokens, _ in steps)
 
     def seconds(self, decodes: int, prompt_tokens: int) -> float:
         """Returns the time of a step with these decodes and prompt tokens; infinite if nothing similar was seen."""
         if (decodes and not self._resembles(decodes)) or prompt_tokens > self._most_known:
             return math.inf
-        return self._decode_seconds(decodes) + self._token_seconds() * prompt_tokens or math.inf
+        return self._decode_seconds(decodes) + self._token_seconds * prompt_tokens or math.inf
 
     def estimate(self, decodes: int, prompt_tokens: int) -> float | None:
         """Like `seconds`, but extrapolates if nothing similar was seen; None before the first step."""
         if not self._decode_only and not self._prefills:
             return None
-        return self._decode_seconds(decodes) + self._token_seconds() * prompt_tokens
+        return self._decode_seconds(decodes) + self._token_seconds * prompt_tokens
 
     def within_longest_step(self, decodes: int, tokens: int) -> int:
         """Returns how many of the prompt tokens keep a step with these decoding sequences within LONGEST_STEP.
 
         Returns up to LEAST_CHUNK tokens even if they take longer.
         """
-        each = self._token_seconds()
+        each = self._token_seconds
         left = max(0.0, LONGEST_STEP - self._decode_seconds(decodes))
         return tokens if each * tokens <= left else min(tokens, max(LEAST_CHUNK, int(left / each)))
 
@@ -136,15 +134,15 @@ class PrefillBudget:
             # A single step is enough, however many are sent before it is answered.
             self._since_decode_only = 0
             return 0
-        decode_only = median(self._decode_only)
-        if decode_only <= 0:
+        decode_only = self.decode_step_seconds
+        if not decode_only:
             # The executor reports no times.
             return None
         # Each prompt after the first claims the share of one sequence: many prompts may slow a few sequences down.
         extra = self._target - decode_only if self._target else decode_only * (DEFAULT_SHARE + (waiting - 1) / older)
         if not self._prefills or extra <= 0:
             return MIN_TOKENS
-        each = self._token_seconds()
+        each = self._token_seconds
         most = self._most_known
         return max(MIN_TOKENS, most if each * most <= extra else int(extra / each))
 
@@ -155,11 +153,7 @@ class PrefillBudget:
 
     def _decode_seconds(self, decodes: int) -> float:
         """Time of the decodes alone, as far as it is known."""
-        return median(self._decode_only) if decodes and self._decode_only else 0.0
-
-    def _token_seconds(self) -> float:
-        """Time of a prompt token in the last steps that had any; 0 before them."""
-        return median(seconds for _, seconds in self._prefills) if self._prefills else 0.0
+        return (decodes and self.decode_step_seconds) or 0.0
 
     def _resembles(self, decodes: int) -> bool:
         return self._sequences <= 2 * decodes and decodes <= 2 * self._sequences

@@ -210,9 +210,7 @@ class EngineLink:
                         cause = "it ended the stream"
                     else:
                         model = self.engine.model.model
-                        cause = (
-                            f"its model, dtypes, tokenizer or chat template are not those of the first engine: {model}"
-                        )
+                        cause = f"it serves another model, or another dtype, tokenizer or chat template: {model}"
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                 except TimeoutError:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 PROMPT_TOKEN_SECONDS, HOST_BLOCK_SECONDS, DISK_BLOCK_SECONDS = 1e-3, 1e-3, 1e-2
 # Rates of engines that differ by less than this factor count as equal.
 ALIKE = 1.5
-# Seconds after a measurement of an engine's time of a prompt token, until half of the time's difference from the other
-# engines' median counts.
+# Half-life of measurements: this long after an engine's time of a prompt token was measured, half of its difference
+# from the other engines' median counts.
 HALF_LIFE_SECONDS = 10.0
 
 
@@ -85,7 +85,8 @@ class Candidate:
     """An engine that can take a request, at the moment of a decision.
 
     queued_tokens: prompt tokens that the engine computes before those of the request. load: samples that run or wait on
-    the engine. cold_at: when the engine last got a prompt of which it had nothing cached.
+    the engine. max_running: limit on its running batch; 0 if it is not known. cold_at: when the engine last got a
+    prompt of which it had nothing cached.
     """
 
     name: str
@@ -113,10 +114,10 @@ def seconds_to_compute(candidate: Candidate, prompt_tokens: int) -> float:
 
 
 def seconds_of_streams(candidate: Candidate, output_tokens: float) -> float:
-    """Returns what decoding a sample costs all streams of an engine together, beyond its cost on an idle engine.
+    """Returns the seconds by which a new sample and the samples of an engine delay each other's decoding, added up.
 
-    Each token of the sample is delayed by what the other streams add to a step, and each of their tokens by what the
-    sample adds. Until `Rates.sequence` is measured, a sequence in a decode step counts as a prompt token: a
+    Each token of the new sample is delayed by what the other samples add to a step, and each of their tokens by what
+    the new sample adds. Until `Rates.sequence` is measured, a sequence in a decode step counts as a prompt token: a
     step computes one row for either.
     """
     sequence = candidate.token_seconds if candidate.rates.sequence is None else candidate.rates.sequence

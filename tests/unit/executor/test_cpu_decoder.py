@@ -105,8 +105,9 @@ def test_without_a_compiler_it_runs_on_torch(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    folder = model_folder("llama, compiled")
     with capture_logs() as logs:
-        model = load(model_folder("llama, compiled"))
+        model = load_model(find(str(folder), folder), torch.device("cpu"), "float32", compiled_folder=tmp_path / "none")
     assert isinstance(model.forward, TorchForward)
     assert any("C++ compiler" in entry.get("cause", "") for entry in logs)
 
