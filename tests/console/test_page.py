@@ -257,7 +257,7 @@ async def test_a_token_of_one_tenant_shows_that_tenant(browser: Browser, tmp_pat
         await page.get_by_role("button", name="Show the cache").click()
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         await expect(page.locator("#tenants")).to_contain_text("globex")
-        await expect(page.locator("#ghosts-text")).to_contain_text("about all tenants")
+        await expect(page.locator("#ghosts-text")).to_contain_text("concerns all tenants")
         assert "acme" not in await page.content()
 
 
