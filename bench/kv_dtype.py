@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.prose import spread
+from bench.prose import even_windows
 from bench.result import Result, add_json_argument, middle
 from bench.runs import run
 from bench.tables import table
@@ -82,7 +82,7 @@ def perplexities(dtype: str, tokens: int, corpus: Sequence[int]) -> dict[str, An
     files = find("", model_cache())
     model = load_model(files, torch.device("cpu"), dtype, compiled_folder=model_cache() / "compiled")
     tokenizer = load_tokenizer(files)
-    windows = spread(corpus, -(-tokens // WINDOW), WINDOW + 1)
+    windows = even_windows(corpus, -(-tokens // WINDOW), WINDOW + 1)
     found: dict[str, Any] = {}
     base = torch.empty(0)
     for name in DTYPES:

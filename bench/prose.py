@@ -83,7 +83,7 @@ def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) ->
     return found
 
 
-def spread(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
+def even_windows(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
     """`count` windows of `length` tokens each, evenly spread, the first at the start and the last at the end.
 
     Raises ValueError when they would overlap.

@@ -92,7 +92,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Floats with few digits; several mappings in a list as one table, whose columns are named once."""
+    """Rounds floats to few digits, and makes a table of a list of mappings: each column is named once."""
     if isinstance(value, float):
         return float(_DIGITS.create_decimal(f"{value:.12g}"))
     if isinstance(value, Mapping):

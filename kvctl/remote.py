@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -73,3 +73,14 @@ class Remote(Generic[S]):
                 answer: R = whole
                 return answer
             request.page_token = page.next_page_token
+
+
+async def all_pages(method: Callable[..., Awaitable[R]], request: Any, **options: Any) -> R:
+    """Returns the pages of a listing as one answer. options: of each call. Raises AioRpcError."""
+    whole: Any = await method(request, **options)
+    while whole.next_page_token:
+        request.page_token = whole.next_page_token
+        whole.ClearField("next_page_token")
+        whole.MergeFrom(await method(request, **options))
+    answer: R = whole
+    return answer

@@ -98,34 +98,6 @@ def measured(found: Measured) -> dict[str, Any]:
     }
 
 
-# What the file has of a stage.
-KEPT = (
-    "rate",
-    "policy",
-    "requests",
-    "shed",
-    "failed",
-    "output_tokens_per_s",
-    "ttft_mean_s",
-    "ttft_p90_s",
-    "ttft_p99_s",
-    "itl_mean_s",
-    "hit_rate",
-    "most_by_mean",
-    "regret",
-    "cpu_others",
-    "saturated",
-    "burst",
-    "warming",
-)
-
-
-def result(name: str, unit: str, records: Sequence[dict[str, Any]], asked: dict[str, Any]) -> Result:
-    """The stages as they are kept."""
-    kept = [{key: one[key] for key in KEPT if key in one} for one in records]
-    return Result(name, {"unit": unit, "stages": kept}, asked)
-
-
 def run(fleet: Fleet, policy: str, stages: Iterable[Stage]) -> Iterable[dict[str, Any]]:
     """Runs all stages under one policy."""
     for stage in stages:
@@ -323,7 +295,7 @@ def main() -> int:
     records = [one for name in simulations(given.policies) for one in simulate(name, device, given.engines, stages)]
     asked = {name: value for name, value in vars(given).items() if name != "json"}
     if given.simulated:
-        written = result("fleet_simulated", unit, records, asked).write(given.json)
+        written = Result("fleet_simulated", {"unit": unit, "stages": records}, asked).write(given.json)
         print(show(records, unit))
         print(f"all stages are in {written}", file=sys.stderr)
         return 0
@@ -333,7 +305,7 @@ def main() -> int:
                 records.append(one)
                 print(table(("", *HEAD), [[f"{one['policy']} {one['rate']}", *cells(one)[1:]]]), file=sys.stderr)
                 # Kept during the run: a long run may be ended.
-                written = result("fleet", unit, records, asked).write(given.json)
+                written = Result("fleet", {"unit": unit, "stages": records}, asked).write(given.json)
     print(show(records, unit))
     if plots.fleet({"unit": unit, "stages": records, **asked}, written.with_suffix(".png")):
         print(f"drawn in {written.with_suffix('.png')}", file=sys.stderr)

@@ -153,8 +153,9 @@ def report(found: Measured) -> str:
         lines += [f"\n{model}\nmedians of {repeats}, engines in turns", "", table(head, rows), ""]
         alone = found.llama_bench.get(model, {})
         lines += [f"llama-bench {dtype} W4: {figure:.1f} ms per token" for dtype, figure in alone.items()]
-        usual, most = (f(record["others_cpu"] for record in records) for f in (statistics.median, max))
-        lines += [f"other processes took {usual:.0%} of the cores, {most:.0%} at most"]
+        usual = statistics.median(record["others_cpu"] for record in records)
+        most = max(record["most_others_cpu"] for record in records)
+        lines += [f"other processes took {usual:.0%} of the cores during a run, {most:.0%} at most"]
     lines += [f"measured though its output differs: {name}: {reason}" for name, reason in found.differing.items()]
     return "\n".join([*lines, *(f"not measured: {name}: {reason}" for name, reason in found.absent.items())])
 
@@ -254,7 +255,10 @@ def medians(records: Sequence[Record]) -> list[Record]:
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record["case"], record["engine"]), []).append(record)
-    return [{"repeats": len(group), **middle(group)} for group in groups.values()]
+    return [
+        {"repeats": len(group), **middle(group), "most_others_cpu": max(record["others_cpu"] for record in group)}
+        for group in groups.values()
+    ]
 
 
 def one_case(

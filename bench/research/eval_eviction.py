@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.prose import NoTextError, novel, spread
+from bench.prose import NoTextError, even_windows, novel
 from bench.research.eviction import adaptive, generation, passkey, pictures, stream, windows
 from bench.research.eviction.cache import Cache
 from bench.research.eviction.outputs import Outputs
@@ -52,7 +52,7 @@ class Evaluation:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(self._files.source)
         self._text = self._tokenizer(novel(), add_special_tokens=False, verbose=False)["input_ids"]
         # The last token is only predicted.
-        ordered = spread(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
+        ordered = even_windows(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
         # Windows measured before an interruption thus lie in all parts of the text.
         self._windows = [ordered[at] for first in range(_STRIDE) for at in range(first, len(ordered), _STRIDE)]
         self.parts: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
@@ -101,12 +101,12 @@ class Evaluation:
     def _measure_adaptive(self) -> Iterable[Mapping[str, Any]]:
         cache = Cache(self._model, adaptive.PROMPT + adaptive.FOLLOWING)
         length = adaptive.PROMPT + adaptive.FOLLOWING
-        texts = spread(self._text, -(-self._arguments.windows // 2), length)
+        texts = even_windows(self._text, -(-self._arguments.windows // 2), length)
         return adaptive.measure(cache, self._tokenizer, texts, -(-self._arguments.windows // 7))
 
     def _measure_streams(self) -> Iterable[Mapping[str, Any]]:
         length = min(16_000, 1600 * self._arguments.windows)
-        return stream.measure(self._model, spread(self._text, self._arguments.streams, length + 1))
+        return stream.measure(self._model, even_windows(self._text, self._arguments.streams, length + 1))
 
 
 def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -32,8 +32,8 @@ class Forgetting:
     """A call of ForgetBlocks while it runs.
 
     It removes blocks that are in the index when it begins. A matching sequence that is admitted meanwhile is treated
-    like earlier sequences: nothing that it computes stays. If a session is
-    forgotten, a block stays if another session begins to use the block before its removal.
+    like earlier sequences: nothing that it computes stays. If a session is forgotten, a block stays if another session
+    begins to use the block before its removal.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from kvctl.display.output import plain
+from kvctl.remote import all_pages
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.durations import seconds
@@ -38,7 +39,7 @@ class Cache:
 
     async def pools(self, _query: Query, options: Options) -> Json:
         """The pools with their counters."""
-        return _plain(await _all_pages(self._admin.ListPools, pb.ListPoolsRequest(page_size=PAGE), options))
+        return _plain(await all_pages(self._admin.ListPools, pb.ListPoolsRequest(page_size=PAGE), **options))
 
     async def blocks(self, query: Query, options: Options) -> Json:
         """A page of blocks in use or cached, a row each; a row's last value points into `owners`.
@@ -103,12 +104,12 @@ class Cache:
 
     async def holds(self, _query: Query, options: Options) -> Json:
         """Holds and pins."""
-        return _plain(await _all_pages(self._admin.ListHolds, pb.ListHoldsRequest(page_size=PAGE), options))
+        return _plain(await all_pages(self._admin.ListHolds, pb.ListHoldsRequest(page_size=PAGE), **options))
 
     async def tenants(self, query: Query, options: Options) -> Json:
         """Lookups by salt, and quotas."""
         stats = await self._admin.GetStats(pb.GetStatsRequest(pool_id=_pool(query)), **options)
-        quotas = await _all_pages(self._admin.ListQuotas, pb.ListQuotasRequest(page_size=PAGE), options)
+        quotas = await all_pages(self._admin.ListQuotas, pb.ListQuotasRequest(page_size=PAGE), **options)
         return _plain(stats) | _plain(quotas)
 
     async def ghosts(self, query: Query, options: Options) -> Json:
@@ -160,16 +161,6 @@ class Cache:
             if not is_known or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
         return found
-
-
-async def _all_pages(method: Callable[..., Awaitable[Any]], request: Any, options: Options) -> Any:
-    """Returns the pages of a listing as one answer."""
-    whole = await method(request, **options)
-    while whole.next_page_token:
-        request.page_token = whole.next_page_token
-        whole.ClearField("next_page_token")
-        whole.MergeFrom(await method(request, **options))
-    return whole
 
 
 def _plain(message: Any) -> Json:

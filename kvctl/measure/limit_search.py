@@ -16,6 +16,7 @@ from enum import StrEnum
 import grpc
 
 from kvctl.measure.metrics import samples
+from kvctl.remote import all_pages
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
@@ -190,14 +191,8 @@ class Checker:
         return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout)
 
     async def _pools(self) -> Sequence[kvcache_pb2.Pool]:
-        pools: list[kvcache_pb2.Pool] = []
-        request = kvcache_pb2.ListPoolsRequest()
-        while True:
-            page = await self._admin.ListPools(request, timeout=self._timeout)
-            pools += page.pools
-            if not page.next_page_token:
-                return pools
-            request.page_token = page.next_page_token
+        listed = await all_pages(self._admin.ListPools, kvcache_pb2.ListPoolsRequest(), timeout=self._timeout)
+        return listed.pools
 
     async def _watch(self, made: Round, preemptions: int) -> None:
         """Looks at cache, memory and loads; returns when a request has to wait or was preempted."""

@@ -214,7 +214,7 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
     found = {(one["policy"], one["rate"]): one for one in read(written)["stages"]}
     for rate in ("cold", "10"):
         stage, expected = found[DIRECT, rate], found[simulated("round-robin"), rate]
-        assert stage["requests"] == expected["requests"]
+        assert stage["requests"] == expected["requests"] == sum(stage["by_engine"].values())
         assert stage["failed"] == 0
     routed = found["cost", "10"]
     assert routed["failed"] == 0
@@ -226,6 +226,11 @@ def test_a_small_fleet_is_measured(tmp_path: Path) -> None:
             assert found[DIRECT, rate]["hit_rate"] == pytest.approx(expected, abs=0.15)
         assert found[DIRECT, "10"]["hit_rate"] > found[DIRECT, "cold"]["hit_rate"]
         assert routed["hit_rate"] > found[DIRECT, "10"]["hit_rate"]
+    processes = {"cachemgr", "executor", "scheduler", "redis", "client"}
+    assert processes <= found[DIRECT, "10"]["cpu_s_per_s"].keys()
+    assert sum(routed["by_engine"].values()) == routed["decisions"] == routed["requests"]
+    assert routed["routed_tokens"] >= routed["expected_cached_tokens"] > 0
+    assert processes | {"router"} <= routed["cpu_s_per_s"].keys()
     assert 0 <= routed["regret"] <= 1
     assert 1 <= routed["most_by_mean"] <= 2
     assert "regret" not in found[DIRECT, "10"]

@@ -117,7 +117,7 @@ def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
         "33%",
     ]
     assert "llama-bench float32 W4: 12.0 ms per token" in shown
-    assert "other processes took 3% of the cores, 10% at most" in shown
+    assert "other processes took 3% of the cores during a run, 12% at most" in shown
     assert "not measured: absent float32: not installed" in shown
     assert "measured though its output differs: odd float32: position 3" in shown
 

@@ -283,7 +283,7 @@ def test_sampled_pairs_of_tokens_are_distributed_as_the_model_says() -> None:
 
 
 class SlowTiers(Tiers):
-    """Tiers whose copies report that they took an hour."""
+    """Tiers in which each wait for copies takes an hour, as they report."""
 
     @property
     def busy(self) -> bool:

@@ -134,17 +134,22 @@ def test_health_allows_a_step_what_the_scheduler_does() -> None:
     assert bounds == [loop.LATE_TIMES * loop.FIRST_STEP_SECONDS, 10, 10, loop.LATE_TIMES * 12.0]
 
 
-async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(
-    stack: Stack, hanging: Hanging, ticks: Ticks
-) -> None:
+async def abandon_first_step(stack: Stack, hanging: Hanging, ticks: Ticks, waiting: int = 0) -> None:
+    """Ends the session of a first step that hangs, after N = `waiting` ticks."""
     hanging.goes_on.clear()
     async with stack.session() as stream:
         await stream.send(**join(1))
         await until(hanging.hangs.is_set)
-        await ticks.go_by(watchdog.ABANDONED_TICKS * 2)
+        await ticks.go_by(waiting)
         # A scheduler that still waits knows better how long a step may take.
         assert not stack.given_up.is_set()
     await until(lambda: stack.worker.is_abandoned)
+
+
+async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(
+    stack: Stack, hanging: Hanging, ticks: Ticks
+) -> None:
+    await abandon_first_step(stack, hanging, ticks, waiting=watchdog.ABANDONED_TICKS * 2)
     await ticks.go_by(watchdog.ABANDONED_TICKS - 1)
     assert not stack.given_up.is_set()
     # With the last tick the watchdog ends.
@@ -156,11 +161,7 @@ async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(
 async def test_a_long_first_step_does_not_end_the_process_when_its_scheduler_restarts(
     stack: Stack, hanging: Hanging, ticks: Ticks
 ) -> None:
-    hanging.goes_on.clear()
-    async with stack.session() as stream:
-        await stream.send(**join(1))
-        await until(hanging.hangs.is_set)
-    await until(lambda: stack.worker.is_abandoned)
+    await abandon_first_step(stack, hanging, ticks)
     await ticks.go_by(watchdog.ABANDONED_TICKS * 2)
     assert not stack.given_up.is_set()
     hanging.goes_on.set()
