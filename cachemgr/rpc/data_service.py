@@ -24,6 +24,8 @@ from protos.rpc.epochs import check_epoch
 
 # The limit on admissions of one call: other calls run only between its slices.
 MAX_ADMISSIONS = 256
+# Limit on waiting for Redis while the executor's scheduler has not registered yet.
+EARLY_SECONDS = 0.2
 
 
 class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
@@ -85,7 +87,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         Raises SchedulerFirstError if sequences that an earlier manager admitted may still write to stored blocks.
         """
         executor_id, begin = spec.executor_id, monotonic()
-        reading = await store.recall(executor_id)
+        is_early = spec.has_contents and self._manager.has_old_writers(spec)
+        # An executor that is refused registers again, and would wait for a slow Redis twice.
+        reading = await store.recall(executor_id, EARLY_SECONDS if is_early else WAIT_SECONDS)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
         has_blocks = not is_empty and (reading.is_complete.is_set() or spec.has_contents)
         if has_blocks and self._manager.has_old_writers(spec):

@@ -31,8 +31,8 @@ _NO_KEYS: array[int] = array("Q")
 # Blocks of a prompt whose keys are computed at once: half a millisecond. Other tasks run in between.
 BLOCKS_AT_ONCE = 512
 
-# Seconds within which connections that break at the same time are noticed.
-NOTICED_SECONDS = 0.2
+# Seconds within which a router notices that the processes of a dead machine have ended.
+NOTICED_SECONDS = 3.0
 
 # Expected length of an output before any output has ended, and the weight of each output in the mean length.
 FIRST_OUTPUT_TOKENS, _OUTPUT_WEIGHT = 128.0, 0.02
@@ -302,7 +302,7 @@ class Fleet:
             # The sample was accepted once, and must not be refused now.
             links = [link for link in links if link.has_room]
         if attempt.failures > 1:
-            # This router may have lost all engines at once: only an engine that is heard from again is surely there.
+            # A machine may have died with several engines: only an engine that is heard from again is surely there.
             links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
         return links
 
@@ -357,6 +357,9 @@ class Fleet:
     def next_attempt(self, routed: Routed, *, lost: bool) -> AdmissionAttempt:
         """Ends a sample, to continue after its output at another engine. lost: whether the sample may be to blame."""
         self.end(routed)
+        if lost:
+            # The executor may be lost before its engine.
+            self._lost_at = time.monotonic()
         self._metrics.continued.inc()
         failures = 0 if routed.has_new_tokens else routed.attempt.failures
         return AdmissionAttempt(

@@ -138,8 +138,8 @@ def _lose(fleet: RayFleet, what: str, rng: random.Random, report: Report, tell: 
     tell(what)
     try:
         answers = ask_while(fleet, lambda: work(fleet), cuts=cuts)
-    except AssertionError as error:
-        report.faults.append(f"{what}: {error}")
+    except (AssertionError, TimeoutError) as error:
+        report.faults.append(f"{what}: {str(error) or 'requests are not answered in time'}")
         return False
     finally:
         if host:

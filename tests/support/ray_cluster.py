@@ -210,6 +210,10 @@ class RayFleet:
             return all(ready in metrics(address) for address in watched)
         return False
 
+    def folder(self, name: str) -> str:
+        """The state folder of a member."""
+        return str(Path(self.plan.settings["KVKEEP_STATE_DIR"]).resolve() / name)
+
     def process(self, module: str, **settings: str) -> psutil.Process | None:
         """The process of this fleet with this module and these settings."""
         wanted = {f"KVKEEP_{name.upper()}": value for name, value in settings.items()}
@@ -269,9 +273,9 @@ class RayFleet:
 LOSSES: dict[str, Callable[[RayFleet], None]] = {
     "executor, `kill -9`": lambda fleet: fleet.kill_process(fleet.stub, executor_executor_id="executor-1"),
     "scheduler, `kill -9`": lambda fleet: fleet.kill_process("scheduler", scheduler_scheduler_id="scheduler-0"),
-    "cache manager, `kill -9`": lambda fleet: fleet.kill_process("cachemgr"),
+    "cache manager, `kill -9`": lambda fleet: fleet.kill_process("cachemgr", state_dir=fleet.folder("cachemgr-0")),
     "engine's actor, `kill -9`": lambda fleet: fleet.kill_actor(fleet.stub, executor_executor_id="executor-0"),
-    "cache manager's actor, `kill -9`": lambda fleet: fleet.kill_actor("cachemgr"),
+    "cache manager's actor, `kill -9`": lambda fleet: fleet.kill_actor("cachemgr", state_dir=fleet.folder("cachemgr-0")),
 }
 # Only routers end streams: callers ask them again.
 ROUTER_LOSSES: dict[str, Callable[[RayFleet], None]] = {
@@ -282,7 +286,9 @@ ROUTER_LOSSES: dict[str, Callable[[RayFleet], None]] = {
 PAUSES: dict[str, Callable[[RayFleet], None]] = {
     "executor, stopped for 8 s": lambda fleet: fleet.pause_process(fleet.stub, executor_executor_id="executor-1"),
     "scheduler, stopped for 8 s": lambda fleet: fleet.pause_process("scheduler", scheduler_scheduler_id="scheduler-0"),
-    "cache manager, stopped for 8 s": lambda fleet: fleet.pause_process("cachemgr"),
+    "cache manager, stopped for 8 s": lambda fleet: fleet.pause_process(
+        "cachemgr", state_dir=fleet.folder("cachemgr-0")
+    ),
     "router, stopped for 8 s": lambda fleet: fleet.pause_process("scheduler.router", router_router_id="router-0"),
     "Redis, away for 30 s": RayFleet.stop_redis,
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -65,18 +67,35 @@ def request(number: int) -> pb.StreamGenerateRequest:
 def ask_while(fleet: RayFleet, work: Callable[[], None], *, cuts: bool = False) -> Answers:
     """Answers of 16 streams, one request after the other on each, that run from before some work until after it.
 
-    cuts: whether the work ends routers, and with them their streams.
+    cuts: whether the work ends routers, and with them their streams. These requests are sent again until an answer.
     """
-    return asyncio.run(_ask_while(fleet, work, cuts))
+    answers, under_way, done = Answers(), threading.Event(), threading.Event()
+    # Processes that the work starts end with their thread, so the requests have another thread.
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(asyncio.run, _ask(fleet, answers, under_way, done, cuts))
+        asking.add_done_callback(lambda _: under_way.set())
+        try:
+            under_way.wait()
+            begin = time.monotonic()
+            work()
+            answers.seconds = time.monotonic() - begin
+        finally:
+            done.set()
+        asking.result()
+    return answers
 
 
-async def _ask_while(fleet: RayFleet, work: Callable[[], None], cuts: bool) -> Answers:
-    answers, addresses, expected = Answers(), fleet.routers(), EXPECTED[fleet.stub]
-    begun, done = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
+async def _ask(
+    fleet: RayFleet, answers: Answers, under_way: threading.Event, done: threading.Event, cuts: bool
+) -> None:
+    addresses, expected = fleet.routers(), EXPECTED[fleet.stub]
+    begun = [asyncio.Event() for _ in range(STREAMS)]
 
     async def ask(number: int) -> None:
         nonlocal addresses
-        while not done.is_set():
+        was_cut = False
+        while was_cut or not done.is_set():
+            was_cut = False
             try:
                 async with grpc.aio.insecure_channel(addresses[number % len(addresses)]) as channel:
                     stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
@@ -84,7 +103,7 @@ async def _ask_while(fleet: RayFleet, work: Callable[[], None], cuts: bool) -> A
                 answers.add(number, output, expected[number])
             except grpc.aio.AioRpcError as error:
                 if cuts and error.code() is grpc.StatusCode.UNAVAILABLE:
-                    answers.cut += 1
+                    answers.cut, was_cut = answers.cut + 1, True
                 else:
                     answers.lost.append(f"{error.code().name}: {error.details()}")
                 # The work begins all the same, and callers wait before they ask again.
@@ -94,11 +113,7 @@ async def _ask_while(fleet: RayFleet, work: Callable[[], None], cuts: bool) -> A
 
     tasks = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
     await asyncio.gather(*(event.wait() for event in begun))
-    begin = time.monotonic()
-    try:
-        await asyncio.to_thread(work)
-    finally:
-        answers.seconds = time.monotonic() - begin
-        done.set()
-    await asyncio.gather(*tasks)
-    return answers
+    under_way.set()
+    await asyncio.to_thread(done.wait)
+    async with asyncio.timeout(2 * SECONDS):
+        await asyncio.gather(*tasks)

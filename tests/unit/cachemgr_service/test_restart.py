@@ -14,7 +14,9 @@ from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog.replay import replay
 from cachemgr.persistence import reading
-from cachemgr.persistence.redis_index import RECOVERING
+from cachemgr.persistence.reading import Reading
+from cachemgr.persistence.redis_index import RECOVERING, WAIT_SECONDS, IndexStore
+from cachemgr.rpc.data_service import EARLY_SECONDS
 from cachemgr.rpc.mutations import Mutations
 from cachemgr.sequences import release as lifecycle
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -261,6 +263,26 @@ async def test_a_redis_that_is_late_and_lost_everything_is_written_again(manager
     async with managers.run() as client:
         written = steps(tuple(new.block_tables[0].slots), 6, 6, 6)
         assert (await client.register(last_write_steps=written)).restored_blocks == 3
+
+
+async def test_an_executor_that_comes_before_its_scheduler_waits_for_redis_once(
+    managers: Managers, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = await store_two_blocks(managers)
+    recall = IndexStore.recall
+    waits: list[float] = []
+
+    async def and_note_it(self: IndexStore, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
+        waits.append(seconds)
+        return await recall(self, executor_id, seconds)
+
+    monkeypatch.setattr(IndexStore, "recall", and_note_it)
+    server.stop()
+    async with managers.run(patient=False) as client:
+        await is_refused(client, last_write_steps=steps(slots, 5, 5), steps_manager_epoch=7)
+        assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
+        assert waits == [EARLY_SECONDS, WAIT_SECONDS]
+        server.start()
 
 
 async def test_a_redis_of_an_older_state_restores_nothing_that_was_written_over_since(managers: Managers) -> None:

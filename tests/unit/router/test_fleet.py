@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -477,6 +477,51 @@ async def test_a_request_outlives_the_loss_of_all_connections_at_once(tmp_path: 
         assert [output.token_ids for output in outputs] == [expected(prompt, 8) for prompt in prompts]
     for proxy in proxies:
         await proxy.stop()
+
+
+async def test_a_request_outlives_a_machine_whose_executors_end_before_their_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LATE_SECONDS", 1_000.0)
+    # The executors are held.
+    monkeypatch.setattr(engine_link, "HESITATION_SECONDS", 1_000.0)
+    monkeypatch.setattr(fleet_module, "NOTICED_SECONDS", 1_000.0)
+
+    def running() -> list[Engine]:
+        return [engine for engine in fleet.engines if engine.scheduler.requests.num_running]
+
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(patience(20)):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async with run_fleet(tmp_path, count=3, policy="round-robin") as fleet:
+        for engine in fleet.engines:
+            engine.executor.gate.clear()
+        request = asyncio.create_task(generate(fleet.stub, greedy_request(prompt_of(20), 8)))
+        left = list(fleet.engines)
+        for _ in range(2):
+            await until(running)
+            [dying] = running()
+            left.remove(dying)
+            dying.executor.opens.clear()
+            dying.executor.break_session()
+            await until(lambda dying=dying: dying not in running())
+        [last] = left
+        link = fleet.router.fleet.links[last.address]
+        for _ in range(3):
+            heard_at = link.heard_at
+            await until(lambda heard_at=heard_at: link.heard_at > heard_at)
+        # The last engine reports, but its machine may be dying.
+        assert not running()
+        last.executor.opens.clear()
+        last.executor.break_session()
+        await fleet.ready(0)
+        monkeypatch.setattr(fleet_module, "NOTICED_SECONDS", 0.0)
+        for engine in fleet.engines:
+            engine.executor.gate.set()
+            engine.executor.opens.set()
+        assert (await request).token_ids == last.executor.expected(prompt_of(20), 8)
 
 
 async def measured(fleet: Fleet, **wanted: float) -> None:
