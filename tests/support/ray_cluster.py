@@ -275,7 +275,9 @@ LOSSES: dict[str, Callable[[RayFleet], None]] = {
     "scheduler, `kill -9`": lambda fleet: fleet.kill_process("scheduler", scheduler_scheduler_id="scheduler-0"),
     "cache manager, `kill -9`": lambda fleet: fleet.kill_process("cachemgr", state_dir=fleet.folder("cachemgr-0")),
     "engine's actor, `kill -9`": lambda fleet: fleet.kill_actor(fleet.stub, executor_executor_id="executor-0"),
-    "cache manager's actor, `kill -9`": lambda fleet: fleet.kill_actor("cachemgr", state_dir=fleet.folder("cachemgr-0")),
+    "cache manager's actor, `kill -9`": lambda fleet: fleet.kill_actor(
+        "cachemgr", state_dir=fleet.folder("cachemgr-0")
+    ),
 }
 # Only routers end streams: callers ask them again.
 ROUTER_LOSSES: dict[str, Callable[[RayFleet], None]] = {
