@@ -20,7 +20,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent))
 
 if find_spec("ray") is None:
-    sys.exit("ray-fleet: ray is not installed for this Python: pip install 'kvkeep[ray]'")
+    sys.exit(
+        "ray-fleet: ray is not installed for this Python. In the checkout, run:\n"
+        "  .venv/bin/python -m pip install --constraint ops/constraints.txt --editable '.[ray]'"
+    )
 
 import ray
 from layout import LayoutError, check_counts, kind_of
@@ -179,7 +182,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or a hub id, as KVKEEP_EXECUTOR_MODEL")
     parser.add_argument("--engines", type=int, metavar="N", help="schedulers, each with an executor")
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="cache managers that divide the engines")
-    parser.add_argument("--routers", type=int, default=1, metavar="N", help="routers in front of all engines")
+    parser.add_argument(
+        "--routers",
+        type=int,
+        metavar="N",
+        help="routers in front of all engines; by default as in the running fleet, else 1",
+    )
     parser.add_argument("--engine-cpus", type=float, default=1.0, metavar="N", help="CPUs of an engine, its threads")
     parser.add_argument(
         "--engine-gpus",
@@ -195,7 +203,7 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     if given.stop == (given.engines is not None):
         parser.error("give --engines or --stop")
-    if given.routers < 1 or not 0 < given.engine_cpus < math.inf:
+    if (given.routers is not None and given.routers < 1) or not 0 < given.engine_cpus < math.inf:
         parser.error("--routers and --engine-cpus must be above zero")
     for option in ("engine_gpus", "engine_memory"):
         if not 0 <= (getattr(given, option) or 0.0) < math.inf:
@@ -251,7 +259,7 @@ def connect(given: argparse.Namespace) -> bool:
         # Without a token, Ray runs any code for everybody who reaches its ports. Ray reads this variable at its import.
         own = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
         os.execve(sys.executable, sys.orig_argv, own | os.environ)  # noqa: S606
-    cpus = math.ceil(given.engines * given.engine_cpus + (given.shards + given.routers) * CPUS)
+    cpus = math.ceil(given.engines * given.engine_cpus + (given.shards + (given.routers or 1)) * CPUS)
     ray.init("local", num_cpus=cpus, include_dashboard=False, namespace=NAMESPACE, _node_ip_address=LOCAL_HOST)
     return True
 
@@ -270,13 +278,19 @@ def make_plan(
     return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port, given.engine_memory)
 
 
+def num_routers(there: Iterable[str]) -> int:
+    """The number of routers without --routers. there: names of the members of the running fleet."""
+    return max(1, sum(kind_of(name) == "router" for name in there))
+
+
 def run(given: argparse.Namespace) -> None:
     """Brings the fleet to the requested size. Raises LayoutError, SettingsError, AddressError."""
     running = [status.plan for status in ask(members()).values()]
     plan = make_plan(given, os.environ, running, ray.cluster_resources())  # type: ignore[no-untyped-call]
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, given.routers)
-    scale(plan, given.engines, given.routers)
+    routers = given.routers or num_routers(members())
+    check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, routers)
+    scale(plan, given.engines, routers)
     print("the fleet is ready", "", *directions(wait_until_ready()), "", sep="\n", flush=True)
 
 

@@ -194,6 +194,8 @@ class AdmissionAttempt:
     preempted: bool = False
     # Attempts in a row during which the executor was lost, possibly because of the request, and no token came.
     failures: int = 0
+    # Monotonic time of the last of these failures, at a router; 0 for none.
+    failed_at: float = 0.0
 
     def sequence_id(self, scheduler: str) -> str:
         """Returns this attempt's key at the cache manager, which differs even if a request_id is reused.

@@ -25,7 +25,7 @@ from tests.stack import ROOT
 
 FOLDER = ROOT / "build/nightly"
 # Length of a whole night; the parts that depend on chance are as much shorter as --minutes says.
-MINUTES = 90.0
+MINUTES = 110.0
 LIVES_SECONDS, CHAOS_SECONDS, CHAOS_RUNS, LOADED_RUNS = 900.0, 600.0, 3, 5
 SERVICES = ("-n", "auto", "--dist", "loadfile", "-q", "-m", "not slow and not model")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+)")
@@ -86,14 +86,7 @@ def chaos(night: Night) -> Part:
     """Faults under load, from new seeds. Times that break a promise count when most runs broke the same promise."""
     part, broken = Part("chaos"), dict[str, list[float]]()
     for number in range(CHAOS_RUNS):
-        seed = night.seed + number
-        options = ["--seconds", f"{max(60.0, CHAOS_SECONDS * night.share):.0f}", "--seed", str(seed)]
-        _, text = night.run(f"chaos-{number}", [sys.executable, "-m", "tests.chaos", *options])
-        faults = [line for line in text.splitlines() if line.startswith("FAULT")]
-        if not re.search(r"^faults +\d", text, re.M):
-            faults.append("the run ended without a report")
-        part.status |= bool(faults)
-        part.notes += [f"seed {seed}: {fault}" for fault in faults]
+        text = disturb(night, part, f"chaos-{number}", night.seed + number)
         for what, value in slow_times(text).items():
             broken.setdefault(what, []).append(value)
     for what, values in sorted(broken.items()):
@@ -102,6 +95,27 @@ def chaos(night: Night) -> Part:
         ends = "in most runs" if often else "in one run"
         part.notes.append(f"slower than promised {ends}: {what}, median {statistics.median(values):.2f} of the promise")
     return part
+
+
+def fleets(night: Night) -> Part:
+    """Faults under load in a fleet with shards and routers, and in such a fleet on Ray."""
+    part = Part("chaos in fleets")
+    for kind in ("fleet", "ray"):
+        disturb(night, part, f"chaos-{kind}", night.seed, f"--{kind}")
+    return part
+
+
+def disturb(night: Night, part: Part, name: str, seed: int, *options: str) -> str:
+    """Runs chaos once, adds its faults to the part, and returns its output."""
+    seconds = f"{max(60.0, CHAOS_SECONDS * night.share):.0f}"
+    command = [sys.executable, "-m", "tests.chaos", "--seconds", seconds, "--seed", str(seed), *options]
+    _, text = night.run(name, command)
+    faults = [line for line in text.splitlines() if line.startswith("FAULT")]
+    if not re.search(r"^faults +\d", text, re.M):
+        faults.append("the run ended without a report")
+    part.status |= bool(faults)
+    part.notes += [f"{name}, seed {seed}: {fault}" for fault in faults]
+    return text
 
 
 def loaded(night: Night) -> Part:
@@ -137,6 +151,7 @@ PARTS: Mapping[str, Callable[[Night], Part]] = {
     "tests": everything,
     "lives": lives,
     "chaos": chaos,
+    "fleets": fleets,
     "loaded": loaded,
     "newest": newest,
 }

@@ -159,8 +159,6 @@ class Runner:
         self.tiers = tiers or Tiers(pools)
         self.last_step = 0
         self._copy_ended = copy_ended
-        # Called before this thread waits for copies.
-        self._before_waiting: Callable[[], None] = lambda: None
         # Seconds that the present step has waited for copies.
         self._waited = 0.0
         # Each loaded adapter in the model's prepared form, by its id.
@@ -240,14 +238,12 @@ class Runner:
         self._clock.clear()
 
     @torch.inference_mode()
-    def prepare(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> PreparedStep:
+    def prepare(self, step: Step) -> PreparedStep:
         """Applies a step and packs what the device needs. Raises ExecutorError, with nothing changed, if not valid.
 
-        before_waiting: called before this thread waits for copies. If any other error is raised, each copy that is not
-        within the device has been or will be reported.
+        If any other error is raised, each copy that is not within the device has been or will be reported.
         """
         restrictions = self._check(step)
-        self._before_waiting = before_waiting
         scheduled = self._schedule(step, restrictions)
         restricted, batch = self._restrict(scheduled), scheduled.batch
         run = self.model.forward.prepare(batch, self.pools) if batch.num_sequences else None
@@ -542,7 +538,6 @@ class Runner:
             raise
 
     def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> None:
-        self._before_waiting()
         self._waited += self.tiers.wait(reads, writes)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:

@@ -81,7 +81,8 @@ class Worker:
 
     Its thread then waits for a message or for the device, whichever comes first. A step that arrives while the previous
     step computes is launched at once, to run after the previous step.
-    On other devices, the output of step n is delivered once step n+1 is prepared, or at once without a next step.
+    On other devices, the output of step n is delivered once step n+1 is prepared, before that if step n+1 may wait for
+    copies, and at once without a next step.
     """
 
     def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:
@@ -236,7 +237,10 @@ class Worker:
             return
         self._outbox.expect(session, step.copies)
         try:
-            prepared = self.runner.prepare(step, before_waiting=self._outbox.deliver)
+            if step.copies or self.runner.tiers.busy:
+                # Preparing the step may wait for copies.
+                self._outbox.deliver()
+            prepared = self.runner.prepare(step)
             # Held back until here: delivering an output needs the GIL, which preparing a step needs first.
             self._outbox.deliver()
             launched = self.runner.launch(prepared)

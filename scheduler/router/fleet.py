@@ -103,8 +103,6 @@ class Fleet:
         self._waiting: dict[int, AdmissionAttempt] = {}
         # Mean number of tokens in outputs that have ended.
         self._mean_output = FIRST_OUTPUT_TOKENS
-        # When an engine was lost last.
-        self._lost_at = 0.0
         self._hashing = asyncio.Lock()
         # The prompt that was hashed last, and its keys.
         self._hashed: tuple[object, Mapping[KeySpace, array[int]]] = (None, {})
@@ -180,11 +178,6 @@ class Fleet:
         now, adapter = time.monotonic(), routed.attempt.request.adapter
         others = (other for other in self.links.values() if other is not link)
         return any(other.has_room and other.serves(adapter) and not other.obstacle_at(now) for other in others)
-
-    def lost(self, link: EngineLink) -> list[Routed]:
-        """Notes the loss of an engine; returns its samples."""
-        self._lost_at = time.monotonic()
-        return self.on(link)
 
     def start(self, attempt: AdmissionAttempt) -> None:
         """Sends a sample to an engine, at once unless preparing takes a while; waits while no engine takes requests."""
@@ -303,7 +296,7 @@ class Fleet:
             links = [link for link in links if link.has_room]
         if attempt.failures > 1:
             # A machine may have died with several engines: only an engine that is heard from again is surely there.
-            links = [link for link in links if link.heard_at > self._lost_at + NOTICED_SECONDS]
+            links = [link for link in links if link.heard_at > attempt.failed_at + NOTICED_SECONDS]
         return links
 
     def start_waiting(self) -> None:
@@ -357,9 +350,6 @@ class Fleet:
     def next_attempt(self, routed: Routed, *, lost: bool) -> AdmissionAttempt:
         """Ends a sample, to continue after its output at another engine. lost: whether the sample may be to blame."""
         self.end(routed)
-        if lost:
-            # The executor may be lost before its engine.
-            self._lost_at = time.monotonic()
         self._metrics.continued.inc()
         failures = 0 if routed.has_new_tokens else routed.attempt.failures
         return AdmissionAttempt(
@@ -367,6 +357,7 @@ class Fleet:
             routed.token_ids,
             number=routed.attempt.number + 1,
             failures=failures + lost,
+            failed_at=time.monotonic() if lost else routed.attempt.failed_at,
         )
 
     def _choose(

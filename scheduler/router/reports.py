@@ -57,7 +57,7 @@ class EngineReports:
     def lost(self, link: EngineLink, *, was_silent: bool) -> None:
         """Moves the samples of a lost engine elsewhere. If the engine was only silent, no sample is to blame."""
         updates = RequestUpdates(at=time.monotonic())
-        running = self._fleet.lost(link)
+        running = self._fleet.on(link)
         log.warning("engine lost", address=link.address, executor=link.executor_id, requests=len(running))
         for routed in running:
             self._move(routed, updates, lost=not was_silent)

@@ -91,7 +91,11 @@ class Report:
             "longest pause, s:\nmedian / max",
             "complete again, s:\nmedian / max",
         )
-        return table(heads, rows) + "".join(f"\n\nFAULT {fault}" for fault in self.faults)
+        return (
+            table(heads, rows)
+            + f"\n\nfaults {len(self.faults)}"
+            + "".join(f"\n\nFAULT {fault}" for fault in self.faults)
+        )
 
 
 def lose_all(seed: int, seconds: float, tell: Tell) -> Report:
@@ -126,11 +130,11 @@ def _order(rng: random.Random) -> Iterator[str]:
 
 def _lose(fleet: RayFleet, what: str, rng: random.Random, report: Report, tell: Tell) -> bool:
     """Whether the fleet was complete again in time."""
-    host, cuts = "", what in ROUTER_LOSSES
+    host, cuts = "", ["router-0"] if what in ROUTER_LOSSES else []
     if what == NODE:
         host = rng.choice(HOSTS)
         there = fleet.members_on(host)
-        cuts = any(name.startswith("router") for name in there)
+        cuts = [name for name in there if name.startswith("router")]
         what = f"node with {', '.join(there) or 'nothing'}"
         work: Callable[[RayFleet], None] = lambda fleet: fleet.lose(host)  # noqa: E731
     else:

@@ -175,11 +175,12 @@ class RayFleet:
     @property
     def router(self) -> str:
         """The address of the first router."""
-        return self.routers()[0]
+        return next(iter(self.routers().values()))
 
-    def routers(self) -> list[str]:
-        """The addresses of the routers that answer."""
-        return [address for said in self.say().values() if (address := said.addresses.get("router_address"))]
+    def routers(self) -> dict[str, str]:
+        """The addresses of the routers that answer, by name."""
+        found = {name: said.addresses.get("router_address", "") for name, said in self.say().items()}
+        return {name: address for name, address in found.items() if address}
 
     def faults(self) -> list[str]:
         """Contradictions that executors found in their blocks, by their logs."""

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import sub
@@ -37,7 +37,7 @@ SECONDS = patience(60)
 
 @dataclass
 class Answers:
-    """What the callers of a fleet got. pause: the longest time between two tokens of a stream, in seconds.
+    """What the callers of a fleet got. pause: the longest time without a token in an answered request, in seconds.
 
     wrong: prompts, by number, with other tokens than they should have. lost: errors of requests that were not answered.
     cut: requests that ended with their router and were sent again. seconds: that the work took.
@@ -53,7 +53,8 @@ class Answers:
     def add(self, number: int, output: Output, expected: Sequence[int]) -> None:
         """One whole answer to a prompt."""
         self.requests += 1
-        self.pause = max(self.pause, *map(sub, output.token_times[1:], output.token_times))
+        times = [output.started, *output.token_times]
+        self.pause = max(self.pause, *map(sub, times[1:], times))
         if output.token_ids != expected:
             self.wrong.append(number)
 
@@ -64,10 +65,11 @@ def request(number: int) -> pb.StreamGenerateRequest:
     return greedy_request(PROMPTS[number], TOKENS, sampling=pb.SamplingParams(seed=round(STEP_SECONDS * 1e6)))
 
 
-def ask_while(fleet: RayFleet, work: Callable[[], None], *, cuts: bool = False) -> Answers:
+def ask_while(fleet: RayFleet, work: Callable[[], None], *, cuts: Collection[str] = ()) -> Answers:
     """Answers of 16 streams, one request after the other on each, that run from before some work until after it.
 
-    cuts: whether the work ends routers, and with them their streams. These requests are sent again until an answer.
+    cuts: names of routers that the work ends, and with them their streams. These requests are sent again until they
+    are answered.
     """
     answers, under_way, done = Answers(), threading.Event(), threading.Event()
     # Processes that the work starts end with their thread, so the requests have another thread.
@@ -86,30 +88,31 @@ def ask_while(fleet: RayFleet, work: Callable[[], None], *, cuts: bool = False) 
 
 
 async def _ask(
-    fleet: RayFleet, answers: Answers, under_way: threading.Event, done: threading.Event, cuts: bool
+    fleet: RayFleet, answers: Answers, under_way: threading.Event, done: threading.Event, cuts: Collection[str]
 ) -> None:
-    addresses, expected = fleet.routers(), EXPECTED[fleet.stub]
+    routers, expected = list(fleet.routers().items()), EXPECTED[fleet.stub]
     begun = [asyncio.Event() for _ in range(STREAMS)]
 
     async def ask(number: int) -> None:
-        nonlocal addresses
+        nonlocal routers
         was_cut = False
         while was_cut or not done.is_set():
             was_cut = False
+            router, address = routers[number % len(routers)]
             try:
-                async with grpc.aio.insecure_channel(addresses[number % len(addresses)]) as channel:
+                async with grpc.aio.insecure_channel(address) as channel:
                     stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
                     output = await generate(stub, request(number), SECONDS, begun[number])
                 answers.add(number, output, expected[number])
             except grpc.aio.AioRpcError as error:
-                if cuts and error.code() is grpc.StatusCode.UNAVAILABLE:
+                if router in cuts and error.code() is grpc.StatusCode.UNAVAILABLE:
                     answers.cut, was_cut = answers.cut + 1, True
                 else:
                     answers.lost.append(f"{error.code().name}: {error.details()}")
                 # The work begins all the same, and callers wait before they ask again.
                 begun[number].set()
                 await asyncio.sleep(0.5)
-                addresses = await asyncio.to_thread(fleet.routers) or addresses
+                routers = list((await asyncio.to_thread(fleet.routers)).items()) or routers
 
     tasks = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
     await asyncio.gather(*(event.wait() for event in begun))

@@ -1,7 +1,7 @@
 """A runner with a simulated device, which ends a step after the next step has been launched."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,14 +34,14 @@ class SimulatedRunner:
 
     overlaps = True
     model = SimpleNamespace(device=SimpleNamespace(type="simulated"))
-    tiers = SimpleNamespace(drain=lambda _: None)
+    tiers = SimpleNamespace(busy=False, drain=lambda _: None)
 
     def __init__(self, steps: int) -> None:
         self.last_step = 0
         self._steps = steps
         self._computing: SimulatedStep | None = None
 
-    def prepare(self, step: Step, before_waiting: Callable[[], None]) -> Step:
+    def prepare(self, step: Step) -> Step:
         return step
 
     def launch(self, step: Step) -> SimulatedStep:

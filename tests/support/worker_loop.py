@@ -16,7 +16,9 @@ from tests.support.patience import patience
 ANSWER_SECONDS = patience(30)
 
 
-class _NoConfirmations:
+class NoConfirmations:
+    """Takes the place of the cache manager."""
+
     def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
         pass
 
@@ -34,7 +36,7 @@ class WorkerLoop:
     def run(self, steps: int, **first: Any) -> Sequence[StepOutput]:
         """Outputs of `steps` steps; `first` are the changes of the first step."""
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        worker = Worker(self.runner, Outbox(_NoConfirmations(), {}), lambda: None)
+        worker = Worker(self.runner, Outbox(NoConfirmations(), {}), lambda: None)
         session = Session(answers.put)
         worker.start()
         worker.open(session)

@@ -54,9 +54,9 @@ class Fleet(RayFleet):
 def test_a_lost_node_comes_back_and_faults_are_reported(
     monkeypatch: pytest.MonkeyPatch, answers: Answers, fault: str
 ) -> None:
-    asked: list[bool] = []
+    asked: list[list[str]] = []
 
-    def ask_while(_fleet: object, work: object, *, cuts: bool) -> Answers:
+    def ask_while(_fleet: object, work: object, *, cuts: list[str]) -> Answers:
         asked.append(cuts)
         work()  # type: ignore[operator]
         return answers
@@ -66,13 +66,13 @@ def test_a_lost_node_comes_back_and_faults_are_reported(
     assert on_ray._lose(fleet, NODE, random.Random(1), report, lambda _: None)
     assert [line.partition(" ")[0] for line in fleet.done] == ["lose", "add"]
     # Only streams of lost routers may be cut.
-    assert asked == [True]
+    assert asked == [["router-1"]]
     assert report.faults == ([f"node with engine-0, router-1: {fault}"] if fault else [])
     assert f"{answers.cut}" in report.text()
 
 
 def test_a_fleet_that_does_not_become_complete_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask_while(_fleet: object, _work: object, *, cuts: bool) -> Answers:
+    def ask_while(_fleet: object, _work: object, *, cuts: list[str]) -> Answers:
         assert not cuts
         raise AssertionError("not whole")
 

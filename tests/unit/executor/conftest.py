@@ -171,9 +171,9 @@ class Driver:
         """Runs the next step."""
         return self.run(Step(self.runner.last_step + 1, **changes))  # type: ignore[arg-type]
 
-    def run(self, step: Step, before_waiting: Callable[[], None] = lambda: None) -> StepOutput:
+    def run(self, step: Step) -> StepOutput:
         """Runs a step to its end."""
-        return self.runner.launch(self.runner.prepare(step, before_waiting)).result()
+        return self.runner.launch(self.runner.prepare(step)).result()
 
     def generate(
         self, sequence: int, tokens: list[int], count: int, sampling: Sampling = GREEDY, chunk: int = 1000

@@ -222,6 +222,11 @@ def test_a_ray_of_this_program_is_started_where_no_cluster_is_named(address: str
     assert started == ["local"]
 
 
+def test_a_change_of_engines_keeps_the_routers_of_the_running_fleet() -> None:
+    assert ray_fleet.num_routers(["cachemgr-0", "engine-0", "router-0", "router-1"]) == 2
+    assert ray_fleet.num_routers([]) == 1
+
+
 @pytest.mark.parametrize(("first_port", "engines", "routers"), [(0, 2, 1), (65_517, 2, 1), (65_500, 2, 4)])
 def test_ports_that_no_machine_has_are_refused_with_the_option(first_port: int, engines: int, routers: int) -> None:
     with pytest.raises(LayoutError, match=f"--first-port {first_port}: "):

@@ -1,5 +1,6 @@
 """Steps and copies between tiers: no step reads a block before its onload, or overwrites one before its offload."""
 
+import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from executor.core.outbox import Answer, Outbox, Session
+from executor.core.worker import Worker
 from executor.errors import InvalidStepError
 from executor.models.forward import Model
 from executor.step import Copy, NewSequence, Step, StepOutput, Tier
 from protos.kvcommon.eviction import Kind, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.support.patience import patience
+from tests.support.worker_loop import NoConfirmations
 from tests.unit.executor.conftest import PATHS, Driver, load
 from tests.unit.executor.tiers.gates import Gate
 from tests.unit.executor.tiers.world import Ends, block, down, make_tiers, shut, until_idle, up
@@ -256,13 +261,30 @@ def test_every_copy_is_reported_when_the_step_fails(slow: Driver, monkeypatch: p
     assert ends_of(slow) == {1: True, 3: False}
 
 
-def test_tokens_of_a_step_are_reported_before_it_waits(slow: Driver, gate: Gate) -> None:
+def test_the_output_of_a_step_is_delivered_before_the_next_step_waits_for_copies(slow: Driver, gate: Gate) -> None:
     joining, _ = offloaded(slow)
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    ended: list[dict[int, bool]] = []
+
+    def deliver(answer: Answer) -> None:
+        ended.append(dict(ends_of(slow)))
+        answers.put(answer)
+
+    worker, session = Worker(slow.runner, Outbox(NoConfirmations(), {}), lambda: None), Session(deliver)
+    worker.start()
+    worker.open(session)
+    first = answers.get(timeout=patience(20))
+    assert isinstance(first, int)
     gate.open.clear()
     other = NewSequence(2, tuple(OTHER), 9, 0, (joining.tables[0],))
-    step = Step(
-        slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), new_sequences=(other,), chunks={2: 9}
-    )
-    # A step that waited first would never end.
-    slow.run(step, before_waiting=gate.open.set)
-    assert gate.open.is_set()
+    worker.submit(session, Step(first))
+    copies = (down(1, joining.tables[0][0], 1),)
+    worker.submit(session, Step(first + 1, copies=copies, new_sequences=(other,), chunks={2: 9}))
+    for number in (first, first + 1):
+        output = answers.get(timeout=patience(20))
+        assert isinstance(output, StepOutput)
+        assert output.number == number
+        gate.open.set()
+    assert worker.stop()
+    # The copy had not ended when the first step was delivered, and the second step has waited for the copy.
+    assert ended == [{}, {}, {1: True}]
