@@ -98,10 +98,10 @@ class DraftModel:
         """Takes tokens that the sequence has sampled."""
         self._of(sequence).append(token_ids)
 
-    def keep_up(self, sequences: Sequence[SequenceState]) -> None:
+    def keep_up(self, sequences: Sequence[SequenceState], claim: Claim) -> None:
         """Computes what the other model has computed of these sequences once a block is full, since it may be shared.
 
-        The same step writes both models' slots.
+        claim: called before slots are written. Blocks of skipped output were full before, and may be read by a copy.
         """
         size, behind, ends = self.pools.block_size, [], []
         for sequence in sequences:
@@ -111,7 +111,7 @@ class DraftModel:
                 behind.append(followed)
                 ends.append(end)
         if behind:
-            self._compute(behind, ends, samples=False)
+            self._compute(behind, ends, claim, samples=False)
 
     def propose(self, wanted: Mapping[int, int], claim: Claim) -> dict[int, list[int]]:
         """Returns the wanted number of tokens per sequence, by handle; none where the draft model's positions end."""
@@ -122,7 +122,7 @@ class DraftModel:
         }
         for index in range(max(chosen.values(), default=0)):
             active = [self._followed[handle] for handle, count in chosen.items() if count > index]
-            output = self._compute(active, [one.length + index for one in active], samples=True, claim=claim)
+            output = self._compute(active, [one.length + index for one in active], claim, samples=True)
             best = output.logits.argmax(-1) if output.best is None else output.best
             for followed, token_id in zip(active, best.tolist(), strict=True):
                 followed.draft(index, token_id)
@@ -134,14 +134,13 @@ class DraftModel:
         return followed
 
     def _compute(
-        self, followed: Sequence["_Followed"], ends: Sequence[int], *, samples: bool, claim: Claim | None = None
+        self, followed: Sequence["_Followed"], ends: Sequence[int], claim: Claim, *, samples: bool
     ) -> ForwardOutput:
         """Computes each sequence up to its end. samples: whether the logits after the end are wanted."""
         states = [one.state(end, end if samples else end + 1) for one, end in zip(followed, ends, strict=True)]
         counts = [end - one.ready for one, end in zip(followed, ends, strict=True)]
         batch = build_batch(states, counts, self._no_tokens, self.pools.block_size, 1)
-        if claim is not None:
-            claim([(Tier.DEVICE, self._group, slot) for slot in np.unique(batch.written_slots[0]).tolist()])
+        claim([(Tier.DEVICE, self._group, slot) for slot in np.unique(batch.written_slots[0]).tolist()])
         output = self._model.forward.prepare(batch, self.pools)()
         for one, end in zip(followed, ends, strict=True):
             one.ready = end

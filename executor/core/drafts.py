@@ -240,14 +240,14 @@ class Drafter:
         if wanted := max(before - 1, worth):
             self._wanted[handle] = wanted
 
-    def keep_up(self, sequences: Sequence[SequenceState]) -> None:
+    def keep_up(self, sequences: Sequence[SequenceState], claim: Claim) -> None:
         """Has the draft model keep up with a step that computed these sequences and whose tokens are sampled.
 
         The draft model computes all prompts, since their blocks are shared, but output only if it is useful: it can
-        compute skipped output later.
+        compute skipped output later. claim: called before slots are written.
         """
         if self._model is not None:
-            self._model.keep_up([sequence for sequence in sequences if self._follows(sequence)])
+            self._model.keep_up([sequence for sequence in sequences if self._follows(sequence)], claim)
 
     def _follows(self, sequence: SequenceState) -> bool:
         if sequence.policy is not None:

@@ -385,7 +385,7 @@ class Runner:
             sequence.computed -= rejected
             sequence.kept -= rejected
         if self._drafter is not None:
-            self._drafter.keep_up(sequences)
+            self._drafter.keep_up(sequences, self._claim)
         looking = scheduled.step.looking
         windows = {s.handle: self._eviction.wanted_window(s) for s in sequences if s.handle in looking}
         scheduled.span.end()

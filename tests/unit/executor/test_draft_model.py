@@ -164,9 +164,15 @@ def test_a_draft_model_computes_output_only_where_it_has_use_for_it(model: Model
     free, drafter._model_costs = drafter._model_costs, DearDrafts()
     run(driver, 20, Sampling())
     assert drafter._model._followed[1].ready == len(PROMPT)
-    # What it has left out it computes when that changes.
+    # What it has left out it computes when that changes, and claims the slots: a copy may read these blocks.
     drafter._model_costs = free
+    claimed: list[SlotRef] = []
+    driver.runner._claim = claimed.extend  # type: ignore[method-assign,assignment]
     outputs = [driver.step()]
+    ready = drafter._model._followed[1].ready
+    blocks = driver.runner._sequences.get(1).tables[0][len(PROMPT) // BLOCK_SIZE : -(-ready // BLOCK_SIZE)]
+    assert ready > len(PROMPT) + BLOCK_SIZE
+    assert {slot for _, _, slot in claimed} == set(blocks.tolist())
     for _ in range(5):
         outputs.append(driver.step(drafts=outputs[-1].wanted_drafts))
     drafts, accepted = (sum(getattr(output, name) for output in outputs) for name in ("num_drafts", "num_accepted"))
