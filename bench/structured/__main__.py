@@ -48,17 +48,19 @@ PARTS = ("suite", "outputs", "compile", "first", "itl")
 STREAMS = 32
 
 
-def model_grammars() -> tuple[Grammars, Any]:
-    """Grammars of the default model's tokenizer, and the tokenizer."""
+def model_grammars() -> tuple[Grammars, Any, float]:
+    """Grammars of the default model's tokenizer, the tokenizer, and the seconds that reading the vocabulary took."""
     files = load_tokenizer(find("", model_cache()))
     tokenizer = tokenizers.Tokenizer.from_str(files.json.decode())
     ends = [tokenizer.token_to_id(files.special_tokens["eos_token"])] if files.special_tokens else []
-    return Grammars(files.json, tokenizer.get_vocab_size(with_added_tokens=True), ends), tokenizer
+    begin = time.perf_counter()
+    grammars = Grammars(files.json, tokenizer.get_vocab_size(with_added_tokens=True), ends)
+    return grammars, tokenizer, time.perf_counter() - begin
 
 
 def run_suite() -> dict[str, Any]:
     """The suite's cases by draft."""
-    grammars, tokenizer = model_grammars()
+    grammars, tokenizer, _ = model_grammars()
     package = suite.download(RESULTS.parent / "json-schema-suite")
     figures = {}
     for draft in suite.DRAFTS:
@@ -78,10 +80,8 @@ def run_suite() -> dict[str, Any]:
 
 def compile_all(asked: Sequence[Schema]) -> dict[str, Any]:
     """Compiles each schema; returns the seconds that schemas took, and the messages of refused schemas."""
-    grammars, _ = model_grammars()
-    begin = time.perf_counter()
-    grammars.matcher(Grammar(GrammarKind.REGEX, "a"))
-    first, times, refused = time.perf_counter() - begin, [], []
+    grammars, _, reading = model_grammars()
+    times, refused = [], []
     for schema in asked:
         begin = time.perf_counter()
         try:
@@ -98,10 +98,10 @@ def compile_all(asked: Sequence[Schema]) -> dict[str, Any]:
     print(
         f"compiled {len(times)} of {len(asked)} schemas: median {1e3 * seconds['median']:.2f} ms, "
         f"99th percentile {1e3 * seconds['p99']:.1f} ms, longest {1e3 * seconds['longest']:.1f} ms; "
-        f"the first with the tokenizer {1e3 * first:.0f} ms, one that is kept {1e6 * again:.0f} us",
+        f"reading the vocabulary {1e3 * reading:.0f} ms, one that is kept {1e6 * again:.0f} us",
         flush=True,
     )
-    told = {"compiled": len(times), "refused": refused, "tokenizer_seconds": first, "kept_seconds": again}
+    told = {"compiled": len(times), "refused": refused, "tokenizer_seconds": reading, "kept_seconds": again}
     return told | {"seconds": seconds}
 
 

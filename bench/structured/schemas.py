@@ -99,6 +99,11 @@ def _record(luck: random.Random) -> Schema:
     return _object(luck, 2, least=3)
 
 
+def _open(luck: random.Random) -> Schema:
+    # As pydantic writes it: other properties may come.
+    return {keyword: value for keyword, value in _object(luck, 1).items() if keyword != "additionalProperties"}
+
+
 def _settings(luck: random.Random) -> Schema:
     defined = {f"d{number}": _object(luck, 1) for number in range(luck.randint(1, 3))}
     properties = {name: {"$ref": f"#/$defs/{luck.choice(list(defined))}"} for name in luck.sample(_WORDS, 2)}
@@ -184,6 +189,7 @@ def _limits(luck: random.Random) -> Schema:
 _KINDS: dict[str, Callable[[random.Random], Schema]] = {
     "call": _call,
     "record": _record,
+    "open": _open,
     "settings": _settings,
     "tree": _tree,
     "events": _events,

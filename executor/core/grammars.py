@@ -13,16 +13,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import structlog
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from executor.errors import GrammarError
 from executor.step import Grammar, GrammarKind
 from protos.kvcommon.json_schema import place_of_fault, rewritten
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+log = structlog.get_logger()
 
 # Most compiled grammars that are kept.
 MAX_GRAMMARS = 256
@@ -48,6 +49,8 @@ _HELD = {"date": f"^{_DATE}$", "time": f"^{_SECONDS}", "date-time": f"^{_DATE}T{
 _ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 # Keywords with numbers, which the library reads as 64-bit floats.
 _NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# The first rule of a grammar of Lark, with a modifier that says how to build a tree.
+_LARK_START = re.compile(r"^[?!]start(?=\s*:)", re.MULTILINE)
 # Most characters of a compiler's message, and of the place of a fault, that an error shows.
 _MAX_CAUSE, _MAX_PLACE = 500, 200
 # Most schemas that are compiled to find the place of a fault, and most seconds.
@@ -109,14 +112,21 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps the most recently used ones. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """tokenizer_json: of the `tokenizers` library, empty for a model without one."""
+        """tokenizer_json: of the `tokenizers` library, empty for a model without one.
+
+        Reads the vocabulary, which takes 0.3 seconds for 49,152 tokens and holds the GIL.
+        """
         self.words = -(-vocab_size // 32)
-        self._tokenizer_json = tokenizer_json
-        self._vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        # The library's view of the vocabulary takes a moment to build, so it is built for the first grammar.
         self._tokenizer: LLTokenizer | None = None
         self._special: Mapping[str, int] = {}
+        # Why no grammar can be compiled; empty if grammars can be compiled.
+        self._obstacle = ""
+        if not tokenizer_json or not self.eos_token_ids:
+            missing = "end-of-sequence token" if tokenizer_json else "tokenizer"
+            self._obstacle = f"the model has no {missing}, which the form of an output needs"
+        else:
+            self._read_vocabulary(tokenizer_json, vocab_size)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -180,18 +190,8 @@ class Grammars:
         return "" if place == "#" else place[:_MAX_PLACE]
 
     def _compiled_anew(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-        if not self._tokenizer_json or not self.eos_token_ids:
-            missing = "end-of-sequence token" if self._tokenizer_json else "tokenizer"
-            raise GrammarError(f"the model has no {missing}, which the form of an output needs")
         if self._tokenizer is None:
-            tokenizer = LLTokenizer(
-                self._tokenizer_json.decode(), n_vocab=self._vocab_size, eos_token=sorted(self.eos_token_ids)
-            )
-            self._special = self._special_tokens(tokenizer)
-            # Set last: other threads compile once it is set.
-            self._tokenizer = tokenizer
+            raise GrammarError(self._obstacle)
         matcher = LLMatcher(
             self._tokenizer,
             _library_grammar(grammar, self._special),
@@ -209,27 +209,35 @@ class Grammars:
             raise GrammarError(_cause(tried.get_error()))
         return matcher
 
-    def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
-        """Returns the ids, by text, of tokens that are not text for the library, except those that end outputs."""
-        added = json.loads(self._tokenizer_json).get("added_tokens") or ()
+    def _read_vocabulary(self, tokenizer_json: bytes, vocab_size: int) -> None:
+        try:
+            tokenizer = LLTokenizer(tokenizer_json.decode(), n_vocab=vocab_size, eos_token=sorted(self.eos_token_ids))
+        except ValueError as error:
+            self._obstacle = f"the library for forms of outputs cannot read the model's tokenizer: {_cause(str(error))}"
+            log.warning("outputs can have no form", cause=self._obstacle)
+            return
+        # Ids, by text, of tokens that are not text for the library, except those that end outputs.
+        added = json.loads(tokenizer_json).get("added_tokens") or ()
         found = {token["content"]: int(token["id"]) for token in added}
-        return {
+        self._special = {
             text: token
             for text, token in found.items()
-            if token not in self.eos_token_ids and token < self._vocab_size and tokenizer.is_special_token(token)
+            if token not in self.eos_token_ids and token < vocab_size and tokenizer.is_special_token(token)
         }
+        self._tokenizer = tokenizer
 
 
 def _library_grammar(grammar: Grammar, special: Mapping[str, int]) -> str:
     """Returns the grammar in the library's form. special: ids of special tokens by their texts. Raises GrammarError."""
-    from llguidance import grammar_from
-
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 return grammar_from("json_schema", json.dumps(_prepared(json.loads(grammar.text))))
             case GrammarKind.STRUCTURAL_TAGS:
                 return _of_tags([_Tag(*tag) for tag in json.loads(grammar.text)], special)
+            case GrammarKind.GRAMMAR:
+                # The library tells Lark from GBNF by a rule named start, and has no modifiers of that rule.
+                return grammar_from("grammar", _LARK_START.sub("start", grammar.text))
             case _:
                 return grammar_from(grammar.kind.value, grammar.text)
     except (ValueError, RecursionError) as error:
@@ -278,6 +286,9 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 
 def _prepared(schema: Any) -> Any:
     """Returns a JSON Schema as the library takes it, with its options. Raises GrammarError."""
+    if schema is True:
+        # The library writes it with options of its own.
+        schema = {}
     if not isinstance(schema, dict):
         return schema
     # With these options, the library would ignore unknown keywords, or allow different white space.
@@ -291,12 +302,8 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 
     Raises GrammarError for numbers that the library would round, and for counts that it would not keep.
     """
-    kept = dict(schema)
-    # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
-    known = kept.get("format")
-    if isinstance(known, str) and known not in _FORMATS:
-        del kept["format"]
-    others = kept.get("allOf", [])
+    kept = {keyword: value for keyword, value in schema.items() if not _is_meaningless(keyword, value)}
+    known, others = kept.get("format"), kept.get("allOf", [])
     if isinstance(known, str) and known in _HELD and isinstance(others, list) and not kept.keys() & {"const", "enum"}:
         # A pattern of the schema stays beside this pattern.
         kept["allOf"] = [*others, {"pattern": _HELD[known]}]
@@ -309,12 +316,30 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(least, int) and least > distinct + 1 and is_open:
         # The library would count a name each time that it is written.
         raise GrammarError("minProperties must be at most one more than the required names if any others may come")
-    if kept.get("uniqueItems") is False:
-        del kept["uniqueItems"]
+    if is_open and "properties" in kept and not kept.get("patternProperties"):
+        further = kept.get("additionalProperties", True)
+        if further is True or further == {}:
+            # The library compares names as they are written. Without this, an escaped name would be another name.
+            kept |= {"patternProperties": {"": {}}, "additionalProperties": False}
     # After allOf, the library would count the items that other schemas describe.
     if "additionalItems" in kept and "allOf" in kept:
         kept["allOf"] = kept.pop("allOf")
     return kept
+
+
+def _is_meaningless(keyword: str, value: object) -> bool:
+    """Returns whether a keyword of a schema forbids nothing."""
+    match keyword:
+        case "format":
+            # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
+            return isinstance(value, str) and value not in _FORMATS
+        case "uniqueItems":
+            return value is False
+        case "propertyNames":
+            return value is True or value in ({}, {"type": "string"})
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return value == {}
+    return False
 
 
 def _is_rounded(value: Any) -> bool:

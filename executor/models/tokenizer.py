@@ -56,9 +56,18 @@ def _of_folder(files: ModelFiles) -> TokenizerFiles:
         return TokenizerFiles()
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default", "")
+        template = _joined(template.get("default", ""), template.get("tool_use", ""))
     special = {name: str(value) for name in _SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
     return TokenizerFiles(backend.to_str().encode(), template or "", special)
+
+
+def _joined(default: str, with_tools: str) -> str:
+    """Returns one chat template for both: `with_tools` renders conversations with tools."""
+    if not default or not with_tools:
+        return default or with_tools
+    # Jinja drops the line break after a block's tag, and the last line break of a template.
+    first, second = (text.removesuffix("\n") for text in (with_tools, default))
+    return f"{{% if tools %}}\n{first}{{% else %}}\n{second}{{% endif %}}"
 
 
 def _of_gguf(file: GgufFile) -> TokenizerFiles:
@@ -66,5 +75,8 @@ def _of_gguf(file: GgufFile) -> TokenizerFiles:
     if tokenizer is None:
         log.warning("model without tokenizer: only token ids can be used", cause="the GGUF file has none")
         return TokenizerFiles()
-    template = str(file.metadata.get("tokenizer.chat_template", ""))
+    default, with_tools = (
+        str(file.metadata.get(f"tokenizer.chat_template{suffix}", "")) for suffix in ("", ".tool_use")
+    )
+    template = _joined(default, with_tools)
     return TokenizerFiles(tokenizer.to_str().encode(), template, special_tokens(file))

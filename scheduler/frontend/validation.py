@@ -149,7 +149,7 @@ class RequestValidator:
         if not 1 <= samples <= MAX_SAMPLES:
             raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}")
         if is_prewarm and samples > 1:
-            raise InvalidField("n", "must be 1 when max_tokens is 0")
+            raise InvalidField("n", "must be 1 when no token is generated")
         if message.sampling.bad_words:
             runs = await self.model.token_runs(message.sampling.bad_words)
             sampling.bad_token_ids.extend(execution_pb2.TokenSequence(token_ids=run) for run in runs)
@@ -159,6 +159,8 @@ class RequestValidator:
         prompt_ids, ends = await self._prompt_ids(message, conversation, breakpoints, kept)
         request_id = message.request_id or secrets.token_hex(8)
         max_tokens = self._max_tokens(message, len(prompt_ids), policy)
+        if sampling.min_tokens and is_prewarm:
+            raise InvalidField("sampling.min_tokens", "must be 0 when no token is generated")
         if sampling.min_tokens > max_tokens:
             raise InvalidField("sampling.min_tokens", f"must be at most max_tokens, which is {max_tokens}")
         first = Request(

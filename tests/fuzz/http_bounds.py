@@ -24,8 +24,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1000, 1001]},
 }
-# The executor makes its view of the vocabulary for the first grammar: no number is to blame for that memory.
-_FIRST = VALID["/v1/chat/completions"] | {"response_format": {"type": "json_object"}}
 _INTEGERS = (0, *(sign * (1 << power) + off for power in (7, 8, 15, 16, 31, 32, 53, 63, 64) for sign in (1, -1)
                   for off in (-1, 0, 1)), 10**400)  # fmt: skip
 _TEXTS = ("999999999999d", "0.000000001s", "1e999", "9" * 400)
@@ -43,8 +41,6 @@ def fuzz(address: str, report: Report, count: int, meter: Meter, progress: Calla
     """Sends `count` bodies, each with a few numbers of its description at bounds."""
     routes = _routes(address)
     connection = http.client.HTTPConnection(address, timeout=SECONDS)
-    connection.request("POST", "/v1/chat/completions", json.dumps(_FIRST), {"Content-Type": "application/json"})
-    connection.getresponse().read()
     reported = time.monotonic()
     for number in range(count):
         rng = random.Random(f"{report.seed} bounds {number}")

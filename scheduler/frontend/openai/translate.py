@@ -83,7 +83,7 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
     message.chat.CopyFrom(conversation(request.messages, request, request.prompt_cache_options))
     message.chat.single_tool_call = request.parallel_tool_calls is False
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    if _is_prewarm(request):
+    if _is_prewarm(request, limit):
         limit = 0
     if limit is not None:
         message.max_tokens = limit
@@ -97,7 +97,7 @@ def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
     request.check()
     shared = _generation(request)
     shared.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if _is_prewarm(request):
+    if _is_prewarm(request, request.max_tokens):
         shared.max_tokens = 0
     if shared.cache.HasField("comparison_request_id") and len(request.prompt) > 1:
         raise InvalidField("prompt", "must be a single prompt for a comparison with another response")
@@ -292,8 +292,13 @@ def _mark(said: pb.ChatMessage, end: int, ttl: float) -> None:
     said.cache_breakpoints.add(content_end=end, retention_priority=CACHED_PRIORITY, retention_duration=duration(ttl))
 
 
-def _is_prewarm(request: Generation) -> bool:
-    return bool(request.prompt_cache_options and request.prompt_cache_options.prewarm)
+def _is_prewarm(request: Generation, max_tokens: int | None) -> bool:
+    """Raises InvalidField if the request also wants tokens."""
+    if not (request.prompt_cache_options and request.prompt_cache_options.prewarm):
+        return False
+    if max_tokens:
+        raise InvalidField("prompt_cache_options.prewarm", "cannot be given together with max_tokens above 0")
+    return True
 
 
 def _generation(request: Generation) -> pb.StreamGenerateRequest:

@@ -136,9 +136,10 @@ def _tool(field: str, text: str) -> Tool:
     if parameters is not None and parameters.get("type", "object") != "object":
         raise InvalidField(f"{field}.function.parameters.type", 'must be "object"')
     # Many templates take parameters for granted.
-    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    none: dict[str, Any] = {"type": "object", "properties": {}}
     described = {"name": name} | ({} if description is None else {"description": description})
-    described["parameters"] = parameters
+    described["parameters"] = none if parameters is None else parameters
+    parameters = none | {"additionalProperties": False} if parameters is None else parameters
     if function.get("return") is not None:
         described["return"] = function["return"]
     return Tool(name, {"type": "function", "function": described}, parameters, strict=bool(strict))

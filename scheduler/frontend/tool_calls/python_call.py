@@ -4,6 +4,9 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from scheduler.frontend.tool_calls.json_text import MAX_LEVELS
 from scheduler.frontend.tool_calls.parser import Calls
@@ -14,6 +17,8 @@ _MAX_NAME = 64
 _PLAIN = re.compile(r"[^'\"()\[\]{}]+")
 # The inside of a string up to its end, or up to an escape.
 _INSIDE = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
+# The name of an argument. Names of parameters may be Python's keywords, so each name gets a prefix.
+_ARGUMENT, _PREFIX = re.compile(r"(?<![\w=])(?=[^\W\d]\w*\s*=)"), "_"
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 # Models write JSON's names, too.
 _NAMES = {"true": True, "false": False, "null": None}
@@ -31,25 +36,33 @@ def read_python_call(source: Source, calls: Calls) -> Steps[None]:
 
 
 def _parenthesized(source: Source) -> Steps[str]:
-    """Returns the text up to the parenthesis that closes the first parenthesis."""
-    parts: list[str] = []
+    """Returns the text up to the parenthesis that closes the first one, with a prefix to the name of each argument."""
+    # Whether names of arguments may be in a part, and the part.
+    parts: list[tuple[bool, str]] = []
     open_brackets: list[str] = []
     while True:
         following = yield from source.peek()
         if plain := source.match(_PLAIN) if open_brackets else "":
-            parts.append(plain)
+            parts.append((len(open_brackets) == 1, plain))
         elif following in _INSIDE and open_brackets:
-            parts.append((yield from _string(source)))
+            parts.append((False, (yield from _string(source))))
         elif following in _PAIRS and len(open_brackets) < MAX_LEVELS and (open_brackets or following == "("):
-            parts.append((yield from source.following(1)))
+            parts.append((False, (yield from source.following(1))))
             open_brackets.append(_PAIRS[following])
         elif open_brackets and following == open_brackets[-1]:
-            parts.append((yield from source.following(1)))
+            parts.append((False, (yield from source.following(1))))
             open_brackets.pop()
             if not open_brackets:
-                return "".join(parts)
+                return "".join(_with_prefixes(parts))
         else:
             raise MismatchError
+
+
+def _with_prefixes(parts: list[tuple[bool, str]]) -> Iterator[str]:
+    for has_names, members in groupby(parts, key=itemgetter(0)):
+        # A name may be cut into several parts.
+        text = "".join(part for _, part in members)
+        yield _ARGUMENT.sub(_PREFIX, text) if has_names else text
 
 
 def _string(source: Source) -> Steps[str]:
@@ -59,7 +72,9 @@ def _string(source: Source) -> Steps[str]:
         if following == "\\":
             parts.append((yield from source.following(2)))
         else:
-            parts.append(source.match(_INSIDE[quote]) or (yield from source.following(1)))
+            inside = source.match(_INSIDE[quote]) or (yield from source.following(1))
+            # As in JSON, a line break may be no escape.
+            parts.append(inside.replace("\n", "\\n").replace("\r", "\\r"))
     return "".join([*parts, (yield from source.following(1))])
 
 
@@ -74,9 +89,12 @@ def _arguments(text: str) -> str:
             raise MismatchError
         values: dict[str, object] = {}
         for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in values:
+            if keyword.arg is None:
                 raise MismatchError
-            values[keyword.arg] = _value(keyword.value)
+            name = keyword.arg.removeprefix(_PREFIX)
+            if name in values:
+                raise MismatchError
+            values[name] = _value(keyword.value)
         said = json.dumps(values, ensure_ascii=False, allow_nan=False)
         said.encode()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

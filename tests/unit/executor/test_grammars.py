@@ -109,6 +109,43 @@ def test_json_has_single_spaces_behind_commas_and_colons(grammars: Grammars) -> 
     assert allowed(matcher) == [{EOS, OTHER_EOS}]
 
 
+def test_the_schema_true_writes_json_like_an_empty_schema(grammars: Grammars) -> None:
+    matcher = grammars.matcher(of("json_schema", "true"))
+    matcher.take(TOKENIZER.encode('{"a": ').ids)
+    assert TOKENIZER.token_to_id("Ġ") not in allowed(matcher)[0]
+
+
+@pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
+def test_keywords_that_forbid_nothing_are_no_obstacle(grammars: Grammars, names: object) -> None:
+    nothing = {"propertyNames": names, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}}
+    matcher = grammars.matcher(
+        of("json_schema", {"type": "object", "additionalProperties": {"type": "null"}} | nothing)
+    )
+    matcher.take(TOKENIZER.encode('{"b": null}').ids)
+    assert allowed(matcher) == [{EOS, OTHER_EOS}]
+
+
+@pytest.mark.parametrize("is_open", [{}, {"additionalProperties": True}, {"additionalProperties": {}}])
+def test_a_property_has_its_schema_however_its_name_is_spelled(grammars: Grammars, is_open: dict[str, object]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | is_open
+
+    def ends(text: str) -> bool:
+        matcher = grammars.matcher(of("json_schema", schema))
+        matcher.take(TOKENIZER.encode(text).ids)
+        return allowed(matcher) == [{EOS, OTHER_EOS}]
+
+    assert ends('{"a": 1}')
+    assert ends('{"a": 1, "b": "x"}')
+    assert not ends('{"a": 1, "\\u0061": "x"}')
+
+
+@pytest.mark.parametrize("start", ["start", "?start", "!start", "// A rule\n?start"])
+def test_a_lark_grammar_may_begin_with_a_modifier(grammars: Grammars, start: str) -> None:
+    matcher = grammars.matcher(of("grammar", f'{start}: "a" b\n?b: "b"'))
+    matcher.take(TOKENIZER.encode("ab").ids)
+    assert allowed(matcher) == [{EOS, OTHER_EOS}]
+
+
 @pytest.mark.parametrize(
     "format_", ["password", "binary", "byte", "int64", "path", "iri", "json-pointer", "uri-reference", "unknown"]
 )

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from executor.errors import ModelError
 from executor.models.files import ModelFiles
 from executor.models.tokenizer import TokenizerFiles, load_tokenizer
+from scheduler.frontend.chat_template import ChatTemplate, Rendering
 from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 
 
@@ -27,6 +29,21 @@ def test_a_whole_tokenizer_is_handed_on(tmp_path: Path) -> None:
     files = load_tokenizer(model(tmp_path))
     assert json.loads(files.json)["model"]["type"] == "BPE"
     assert files.chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
+def test_of_several_templates_the_one_for_tools_is_used_with_tools(tools: list[Any] | None, tmp_path: Path) -> None:
+    with_tools = "\n{{ tools | tojson }}\n{% for one in messages %}{{ one.role }}: {{ one.content }}{% endfor %}\n"
+    templates = {"default": CHAT_TEMPLATE + "\n", "tool_use": with_tools}
+    files = model(tmp_path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), chat_template=templates)
+    tokenizer.save_pretrained(tmp_path)
+    found = load_tokenizer(files)
+    messages = [{"role": "user", "content": "cat"}]
+    rendered = ChatTemplate(found.chat_template, found.special_tokens, drops_reasoning=False)
+    assert rendered.reads_tools
+    expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert rendered.render(messages, Rendering(tools=tools or [])) == expected
 
 
 def test_a_template_that_is_given_takes_the_place_of_the_one_of_the_model(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ BAD: dict[str, dict[str, Any]] = {
     "prompt_cache_retention": {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"},
     "n": {"max_tokens": 0, "n": 2},
     "n ": {"prompt_cache_options": {"prewarm": True}, "n": 2},
+    "prompt_cache_options.prewarm ": {"prompt_cache_options": {"prewarm": True}, "max_tokens": 5},
+    "min_tokens": {"max_tokens": 0, "min_tokens": 2},
 }  # fmt: skip
 
 

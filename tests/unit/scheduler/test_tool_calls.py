@@ -78,6 +78,9 @@ FOUND: list[tuple[str, str, str, Calls]] = [
     ("pythonic", "<|python_start|>[get_weather(city='Köln', raw='it\\'s\\d'), g()]<|python_end|>", "",
      [("get_weather", '{"city": "Köln", "raw": "it\'s\\\\d"}'), ("g", "{}")]),
     ("pythonic", "[f(a=1), g(), ]", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    # Parameters named like keywords of Python, and a line break that is no escape.
+    ("pythonic", "[f(from='Rome', class = {'in': 'if=1'}, x_2=[1], _y='a\nb')]", "",
+     [("f", '{"from": "Rome", "class": {"in": "if=1"}, "x_2": [1], "_y": "a\\nb"}')]),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "",
      [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}},]', "", [("f", '{"a": 1}')]),

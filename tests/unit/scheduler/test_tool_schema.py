@@ -49,6 +49,7 @@ def test_the_schema_of_one_tool_is_that_of_its_parameters() -> None:
     assert takes(forced_calls_schema(known, "tree", single=True), {"value": 1, "left": {"value": 2}})
     assert not takes(forced_calls_schema(known, "tree", single=True), {"value": 1, "left": {"value": "x"}})
     assert takes(forced_calls_schema(known, "none", single=False), {})
+    assert not takes(forced_calls_schema(known, "none", single=False), {"a": 1})
     # Arguments are an object, whatever the schema leaves open.
     for name in ("none", "bare"):
         assert not takes(forced_calls_schema(known, name, single=False), ["x"])
