@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from statistics import median
+from typing import NamedTuple
 
 from executor.batch import SequenceState
 from executor.core.draft_model import Claim, DraftModel
@@ -107,21 +108,32 @@ class NgramProposer:
         return proposed
 
 
+class Decodes(NamedTuple):
+    """The decoding sequences of a step. size: of the tokens that they keep together, as a power of two."""
+
+    sequences: int = 0
+    size: int = 0
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceState]) -> "Decodes":
+        return cls(len(sequences), sum(sequence.kept for sequence in sequences).bit_length())
+
+
 class DraftCosts:
     """The time that a drafted token adds to a step, as a share of what it saves: the time of a token without drafts.
 
-    Measured from steps that only decode, by how many sequences they decode.
+    Measured from steps that only decode, by the number of decoding sequences and the size of their tokens.
     """
 
     def __init__(self, forgetting: float = _FORGETTING) -> None:
         """forgetting: factor of a share in a step without drafts."""
         self._forgetting = forgetting
-        self._plain: dict[int, deque[float]] = {}
-        self._shares: dict[int, float] = {}
+        self._plain: dict[Decodes, deque[float]] = {}
+        self._shares: dict[Decodes, float] = {}
         self._last_share = _FIRST_SHARE
 
-    def observe(self, decodes: int, drafts: int, seconds: float) -> None:
-        """Takes the time of a step, with how many sequences it decoded and how many drafts it computed."""
+    def observe(self, decodes: Decodes, drafts: int, seconds: float) -> None:
+        """Takes the time of a step, with the sequences that it decoded and the number of drafts that it computed."""
         plain = self._plain.setdefault(decodes, deque(maxlen=_KEPT_STEPS))
         share = self._shares.get(decodes, self._last_share)
         if not drafts:
@@ -129,11 +141,11 @@ class DraftCosts:
             share *= self._forgetting
         elif plain and (usual := median(plain)) > 0:
             # No draft costs more than a token; a step that took longer was delayed by other things.
-            seen = min(1.0, max(0.0, seconds - usual) / drafts * decodes / usual)
+            seen = min(1.0, max(0.0, seconds - usual) / drafts * decodes.sequences / usual)
             share += (seen - share) * _COST_WEIGHT
         self._shares[decodes] = self._last_share = share
 
-    def least_chance(self, decodes: int) -> float:
+    def least_chance(self, decodes: Decodes) -> float:
         """Returns the chance of acceptance above which a draft saves more than it costs; 1 if that is not known."""
         if not self._plain.get(decodes):
             return 1.0
@@ -177,7 +189,7 @@ class Drafter:
         self._proposers: dict[int, NgramProposer] = {}
         self._wanted: dict[int, int] = {}
         self._costs, self._model_costs = costs(_FORGETTING), costs(_MODEL_FORGETTING)
-        self._decodes = 0
+        self._decodes = Decodes()
         self._model = model
         self._chances: dict[int, ModelChance] = {}
         # How many drafts of the last step came from the draft model, by sequence.
@@ -199,10 +211,10 @@ class Drafter:
         if self._model is not None:
             self._model.clear()
 
-    def propose(self, allowed: Mapping[int, int], decodes: int, claim: Claim) -> dict[int, list[int]]:
+    def propose(self, allowed: Mapping[int, int], decodes: Decodes, claim: Claim) -> dict[int, list[int]]:
         """Returns sequences' drafts for a step, none of them empty.
 
-        allowed: by handle, most drafts. decodes: the step's decoding sequences. claim: called before slots are written.
+        allowed: by handle, most drafts. decodes: of the step. claim: called before slots are written.
         """
         proposed: dict[int, list[int]] = {}
         of_model: dict[int, int] = {}
@@ -255,7 +267,7 @@ class Drafter:
         is_prompt = sequence.computed <= len(sequence.tokens)
         return is_prompt or self._worth_of_model(sequence.handle, self._decodes) > 0
 
-    def observe(self, decodes: int, drafts: int, seconds: float) -> None:
+    def observe(self, decodes: Decodes, drafts: int, seconds: float) -> None:
         """Takes the time of a step that only decoded."""
         self._decodes = decodes
         by_model = sum(self._by_model.values())
@@ -268,12 +280,12 @@ class Drafter:
         """Returns how many drafts are worth their computation next, for sequences for which any are."""
         return {handle: self._wanted[handle] for handle in handles if handle in self._wanted}
 
-    def _worth(self, handle: int, decodes: int) -> int:
+    def _worth(self, handle: int, decodes: Decodes) -> int:
         """Returns how many drafts without a draft model each save more than they cost."""
         proposer = self._proposers.get(handle)
         return 0 if proposer is None else self._count(proposer.chance, self._costs.least_chance(decodes))
 
-    def _worth_of_model(self, handle: int, decodes: int) -> int:
+    def _worth_of_model(self, handle: int, decodes: Decodes) -> int:
         """Returns how many of the draft model's drafts each save more than they cost."""
         found = self._chances.get(handle)
         return 0 if found is None else self._count(found.chance, self._model_costs.least_chance(decodes))

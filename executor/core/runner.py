@@ -16,7 +16,7 @@ from executor.batch import HostBatch, ScoredPrompt, SequenceState, build_batch
 from executor.cache.pool import KvPools
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
-from executor.core.drafts import Drafter, count_accepted
+from executor.core.drafts import Decodes, Drafter, count_accepted
 from executor.core.grammars import Grammars
 from executor.core.restrictions import Restrictions, RowRestrictions
 from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample, score
@@ -295,7 +295,7 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
-        drafts = self._propose(step, counts.count(1))
+        drafts = self._propose(step, [s for s, count in zip(sequences, counts, strict=True) if count == 1])
         if drafts:
             counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]
         if self.tiers.busy:
@@ -319,12 +319,12 @@ class Runner:
         done = tuple(filter(None, evicted))
         return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, self._waited)
 
-    def _propose(self, step: Step, decodes: int) -> dict[int, list[int]]:
-        """Returns the drafts of a step with `decodes` decoding sequences, only where the step allows them."""
+    def _propose(self, step: Step, decoding: Sequence[SequenceState]) -> dict[int, list[int]]:
+        """Returns the drafts of a step, only where the step allows them. decoding: the step's decoding sequences."""
         if self._drafter is None:
             return {}
         allowed = {handle: most for handle, most in step.drafts.items() if not self._sequences.get(handle).stopped}
-        return self._drafter.propose(allowed, decodes, self._claim)
+        return self._drafter.propose(allowed, Decodes.of(decoding), self._claim)
 
     def _claim(self, slots: Sequence[SlotRef]) -> None:
         """Waits until no copy uses these slots, which a draft model is about to write."""
@@ -460,7 +460,7 @@ class Runner:
             return {}
         sampling = scheduled.batch.sampling
         if scheduled.batch.num_tokens == len(scheduled.sequences) + scheduled.num_drafts:
-            self._drafter.observe(len(sampling), scheduled.num_drafts, scheduled.seconds()[0])
+            self._drafter.observe(Decodes.of(sampling), scheduled.num_drafts, scheduled.seconds()[0])
         return self._drafter.wanted([sequence.handle for sequence in sampling])
 
     @torch.inference_mode()

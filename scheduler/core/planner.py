@@ -52,9 +52,10 @@ def plan_step(
 ) -> Plan:
     """Plans one step of at most `max_tokens` tokens over sequences in order of rank; ignores those that leave.
 
-    Decodes come first, then chunks of at most `max_prefills` prefills in the given order, within the `budget`, then
-    drafts. A sequence waiting for another's blocks starts once the other's planned tokens, including this step's, cover
-    them. A sequence with onloads starts once all have ended.
+    Decodes come first, then chunks of at most `max_prefills` prefills in the given order, within the `budget`. A step
+    drafts only while no prompt waits, because drafts would hide from the budget what prompts cost. A sequence waiting
+    for another's blocks starts once the other's planned tokens, including this step's, cover them. A sequence with
+    onloads starts once all have ended.
     """
     plan = Plan()
     prefilling: list[Sequence] = []
@@ -79,6 +80,7 @@ def plan_step(
                 plan.out_of_blocks.append(sequence)
     if prefilling:
         _Prefills(plan, sequences, max_tokens, budget).add(prefilling, max_prefills or len(prefilling))
+        return plan
     left = max_tokens - plan.num_tokens
     for sequence in drafting:
         if (count := min(sequence.most_drafts, left)) > 0:

@@ -13,7 +13,7 @@ from executor.cache.pool import KvPools
 from executor.cache.shares import Shares
 from executor.cache.tiers.tiers import Tiers
 from executor.core.draft_model import Draft, DraftModel
-from executor.core.drafts import DraftCosts, Drafter
+from executor.core.drafts import Decodes, DraftCosts, Drafter
 from executor.core.grammars import Grammars
 from executor.core.runner import Runner
 from executor.models.attention import NAME
@@ -111,7 +111,7 @@ def driver(tiny: Model) -> "Driver":
 class FreeDrafts(DraftCosts):
     """Every draft is worth its computation."""
 
-    def least_chance(self, decodes: int) -> float:
+    def least_chance(self, decodes: Decodes) -> float:
         return 0.1
 
 

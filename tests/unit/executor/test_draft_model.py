@@ -14,7 +14,7 @@ from executor.cache.shares import Shares
 from executor.cache.tiers.device import CpuBlocks
 from executor.cache.tiers.hazards import SlotRef
 from executor.core.draft_model import Draft
-from executor.core.drafts import DraftCosts, ModelChance
+from executor.core.drafts import Decodes, DraftCosts, ModelChance
 from executor.errors import ModelError
 from executor.models.files import ModelFiles
 from executor.models.forward import Model
@@ -152,7 +152,7 @@ def test_no_draft_lies_behind_the_draft_models_last_position(model: Model, other
 class DearDrafts(DraftCosts):
     """No draft is worth its computation."""
 
-    def least_chance(self, decodes: int) -> float:
+    def least_chance(self, decodes: Decodes) -> float:
         return 1.0
 
 
@@ -284,15 +284,15 @@ def test_drafts_of_both_kinds_have_costs_of_their_own(model: Model, same: Model)
     driver = Driver(model, draft=same)
     drafter = driver.drafter
     assert drafter is not None
-    drafter._costs, drafter._model_costs = DraftCosts(), DraftCosts()
+    drafter._costs, drafter._model_costs, one = DraftCosts(), DraftCosts(), Decodes(1, 10)
     for _ in range(10):
-        drafter.observe(1, 0, 0.010)
+        drafter.observe(one, 0, 0.010)
         drafter._by_model = {1: 4}
-        drafter.observe(1, 4, 0.026)
+        drafter.observe(one, 4, 0.026)
         drafter._by_model = {}
-        drafter.observe(1, 4, 0.014)
+        drafter.observe(one, 4, 0.014)
         drafter._by_model = {1: 2}
         # Of both: it says nothing.
-        drafter.observe(2, 4, 1.0)
-    assert drafter._model_costs.least_chance(1) == pytest.approx(0.4, abs=0.05)
-    assert drafter._costs.least_chance(1) == pytest.approx(0.1, abs=0.05)
+        drafter.observe(Decodes(2, 10), 4, 1.0)
+    assert drafter._model_costs.least_chance(one) == pytest.approx(0.4, abs=0.05)
+    assert drafter._costs.least_chance(one) == pytest.approx(0.1, abs=0.05)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
-from executor.core.drafts import DraftCosts, Drafter, NgramProposer, count_accepted
+from executor.core.drafts import Decodes, DraftCosts, Drafter, NgramProposer, count_accepted
 from executor.core.sampler import SamplingRow, sample
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.forward import Model
@@ -244,22 +244,30 @@ def test_a_text_in_a_circle_is_proposed_on_and_on() -> None:
 
 
 def test_drafts_are_proposed_only_where_they_save_more_than_they_cost() -> None:
-    costs = DraftCosts()
-    assert costs.least_chance(4) == 1
+    costs, four, one = DraftCosts(), Decodes(4, 10), Decodes(1, 10)
+    assert costs.least_chance(four) == 1
     for _ in range(30):
-        costs.observe(4, 0, 0.040)
+        costs.observe(four, 0, 0.040)
         # Ten drafts take as long as one token of a sequence each, or no time.
-        costs.observe(4, 10, 0.140)
-        costs.observe(1, 0, 0.010)
-        costs.observe(1, 10, 0.010)
-    assert costs.least_chance(4) > 0.9
-    assert costs.least_chance(1) == pytest.approx(0.1)
+        costs.observe(four, 10, 0.140)
+        costs.observe(one, 0, 0.010)
+        costs.observe(one, 10, 0.010)
+    assert costs.least_chance(four) > 0.9
+    assert costs.least_chance(one) == pytest.approx(0.1)
     for _ in range(400):
-        costs.observe(4, 0, 0.040)
-    assert costs.least_chance(4) < 0.3
+        costs.observe(four, 0, 0.040)
+    assert costs.least_chance(four) < 0.3
     # A step that is held up once says little.
-    costs.observe(1, 10, 5.0)
-    assert costs.least_chance(1) < 0.3
+    costs.observe(one, 10, 5.0)
+    assert costs.least_chance(one) < 0.3
+    # Sequences of another length take another time.
+    longer = Decodes(1, 14)
+    assert costs.least_chance(longer) == 1
+    for _ in range(30):
+        costs.observe(longer, 0, 0.020)
+        costs.observe(longer, 6, 0.140)
+    assert costs.least_chance(longer) > 0.9
+    assert costs.least_chance(one) < 0.3
 
 
 def test_sampled_pairs_of_tokens_are_distributed_as_the_model_says() -> None:

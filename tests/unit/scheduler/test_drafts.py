@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from protos.generation.v1 import generation_pb2 as pb
 from scheduler.core.planner import plan_step
+from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import build_step
 from scheduler.errors import ExecutorLostError
 from scheduler.sequence import Sequence
@@ -79,10 +80,26 @@ def test_drafts_leave_slots_and_tokens_to_the_steps_behind() -> None:
         assert plan.decodes == [item]
 
 
-def test_drafts_come_behind_prompts() -> None:
+def test_there_are_no_drafts_while_a_prompt_waits() -> None:
     item, prompt = decoding(9, max_tokens=50, blocks=20), sequence(2, 30)
-    plan = plan_step([item, prompt], 34)
-    assert (plan.num_tokens, [count for _, count in plan.drafts]) == (34, [3])
+    plan = plan_step([item, prompt], 64)
+    assert (plan.num_tokens, plan.drafts) == (31, [])
+
+
+async def test_steps_with_drafts_do_not_count_as_decodes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting(stack.executor)
+    stack.executor.token_seconds = 0.001
+    observe, times = PrefillBudget.observe, list[float]()
+
+    def and_note_it(self: PrefillBudget, decodes: int, prompt_tokens: int, seconds: float) -> None:
+        times.append(seconds)
+        observe(self, decodes, prompt_tokens, seconds)
+
+    monkeypatch.setattr(PrefillBudget, "observe", and_note_it)
+    await run(stack, request(prompt_of(5), 60))
+    assert stack.metric("draft_tokens_total") > 0
+    assert len(times) > 2
+    assert times == [0.005, *[0.001] * (len(times) - 1)]
 
 
 def test_no_drafts_while_blocks_are_missing() -> None:
