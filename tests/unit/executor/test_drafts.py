@@ -303,7 +303,7 @@ class SlowTiers(Tiers):
 
 def test_the_time_that_a_step_waits_for_copies_is_no_cost_of_drafts(tiny: Model) -> None:
     class Costs(FreeDrafts):
-        def observe(self, decodes: int, drafts: int, seconds: float) -> None:
+        def observe(self, decodes: Decodes, drafts: int, seconds: float) -> None:
             noted.append(seconds)
 
     noted: list[float] = []
