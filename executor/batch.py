@@ -333,14 +333,14 @@ def build_batch(
     ids, token_rows = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
     for index, sequence in enumerate(sequences):
         drafted = drafts.get(sequence.handle, ())
-        start, row, behind = int(first[index]), int(query_start[index]), int(query_start[index + 1])
-        behind -= len(drafted)
+        start, row, end = int(first[index]), int(query_start[index]), int(query_start[index + 1])
+        end -= len(drafted)
         if start < len(sequence.tokens):
-            ids[row:behind] = sequence.tokens[start : start + behind - row]
+            ids[row:end] = sequence.tokens[start : start + end - row]
         else:
             token_rows[row] = sequence.row
         if drafted:
-            ids[behind : behind + len(drafted)] = drafted
+            ids[end : end + len(drafted)] = drafted
 
     mappings, tables, written = [], [], []
     for group in range(num_groups):

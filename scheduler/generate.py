@@ -98,8 +98,8 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float, securit
 
 def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
     """Returns one line: tokens, time to first token and speed of all answers together, as seen by the client."""
-    behind = usage.output_tokens - 1
-    speed = f"{behind / (ended - first):.1f}" if behind > 0 and ended > first else "-"
+    later = usage.output_tokens - 1
+    speed = f"{later / (ended - first):.1f}" if later > 0 and ended > first else "-"
     tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens}
     below = ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items() if tokens)
     return (

@@ -32,7 +32,7 @@ class CacheScopes:
         self._model_fingerprint = model_fingerprint
         self._accounts = accounts
         self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope] = WeakValueDictionary()
-        # By tenant or salt, as long as scopes of it exist.
+        # Scopes by tenant or salt; an entry is dropped with its last scope.
         self._by_account: WeakValueDictionary[AccountKey, _AccountScopes] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[CacheScope]:

@@ -18,12 +18,12 @@ class EvictionQueue:
     lease ends, or when a block loses its last child. One bit marks each priority that has blocks.
     """
 
-    __slots__ = ("_bits", "_reinserted", "_rings")
+    __slots__ = ("_bits", "_in_heap", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
-        # A sentinel: `lru_prev` and `lru_next` of all blocks in this order's heaps, and of no other blocks.
-        self._reinserted = Block(0)
+        # Marks blocks in a heap: their `lru_prev` and `lru_next` are this block.
+        self._in_heap = Block(0)
         # By priority, made on demand: each of very many tenants may have an order.
         self._rings: dict[int, _LruList] = {}
 
@@ -32,7 +32,7 @@ class EvictionQueue:
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
+            ring = self._rings[priority] = _LruList(self._in_heap)
         ring.append(block)
         self._bits |= 1 << priority
 
@@ -41,7 +41,7 @@ class EvictionQueue:
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
+            ring = self._rings[priority] = _LruList(self._in_heap)
         ring.insert(block)
         self._bits |= 1 << priority
 
@@ -72,8 +72,8 @@ class _LruList:
 
     __slots__ = ("_end", "_heap", "_in_heap", "_reinserted", "size")
 
-    def __init__(self, mark: Block) -> None:
-        self._in_heap = mark
+    def __init__(self, in_heap: Block) -> None:
+        self._in_heap = in_heap
         end = Block(0)
         end.lru_prev = end.lru_next = end
         self._end = end
@@ -102,9 +102,9 @@ class _LruList:
         else:
             if len(self._heap) > 2 * self.size:
                 self._sort()
-            position = _position(block)
-            self._reinserted[position] = block
-            heappush(self._heap, position)
+            key = _heap_key(block)
+            self._reinserted[key] = block
+            heappush(self._heap, key)
             block.lru_prev = block.lru_next = self._in_heap
 
     def remove(self, block: Block) -> None:
@@ -112,7 +112,7 @@ class _LruList:
         assert older is not None
         assert newer is not None
         if older is self._in_heap:
-            del self._reinserted[_position(block)]
+            del self._reinserted[_heap_key(block)]
         else:
             older.lru_next = newer
             newer.lru_prev = older
@@ -159,7 +159,7 @@ class _LruList:
         newer.lru_prev = block
 
 
-def _position(block: Block) -> int:
+def _heap_key(block: Block) -> int:
     """A block's unique position within its priority, by recency."""
     return block.recency << _SLOT_BITS | block.index
 

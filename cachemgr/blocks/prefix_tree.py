@@ -139,8 +139,8 @@ def closest_child(
     index = bisect_left(near, (extra, tokens), key=_ORDER)
     best, longest = None, 0
     before = range(index - 1, max(-1, index - 1 - _MOST_LOOKED_AT), -1)
-    behind = range(index, min(len(near), index + _MOST_LOOKED_AT))
-    for side in (before, behind):
+    after = range(index, min(len(near), index + _MOST_LOOKED_AT))
+    for side in (before, after):
         for at in side:
             block = near[at]
             common = _common_tokens(block.tokens, tokens) if _ORDER(block)[0] == extra else 0

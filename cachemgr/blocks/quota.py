@@ -38,7 +38,8 @@ class Share:
 class Shares:
     """Finds which of thousands of shares loses a block next; with `floors_count`, only shares above their floor.
 
-    An entry of the heap may be too early, since the share's first block has changed. `first` corrects such entries.
+    The position in an entry of the heap may be lower than that of the share's present first block. `first` corrects
+    such entries.
     """
 
     __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
@@ -52,8 +53,8 @@ class Shares:
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
         """Notes that a share has an evictable block at this position. most: number of shares, which bounds the heap."""
-        position = self._positions.get(share)
-        if (position is not None and position <= at) or not self._may_lose(share):
+        known_at = self._positions.get(share)
+        if (known_at is not None and known_at <= at) or not self._may_lose(share):
             return
         if len(self._heap) > 64 + 2 * most:
             self._positions = {known: at for known, at in self._positions.items() if known.order.first() is not None}

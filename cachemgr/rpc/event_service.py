@@ -109,7 +109,7 @@ class Batches:
         self._manager = manager
         self._kept: dict[tuple[Wanted, int, int], list[pb.WatchEventsResponse]] = {}
 
-    def behind(self, wanted: Wanted, number: int, end: int) -> tuple[Iterable[pb.WatchEventsResponse], int]:
+    def after(self, wanted: Wanted, number: int, end: int) -> tuple[Iterable[pb.WatchEventsResponse], int]:
         """The messages of the next events after `number` up to `end`, and the number of the last event in the messages.
 
         Raises EventsGoneError.
@@ -166,7 +166,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         while True:
             end = queries.last_event
             while number != end:
-                messages, number = self._batches.behind(wanted, number, end)
+                messages, number = self._batches.after(wanted, number, end)
                 for message in messages:
                     yield message
                 # A filter may leave nothing to send, even of many events.

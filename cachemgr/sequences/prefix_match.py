@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _START = attrgetter("start")
 # How many children of a block are looked at to find its continuation.
-_MOST_BEHIND = 32
+_MOST_FOLLOWING = 32
 
 
 class Partial(enum.Enum):
@@ -74,8 +74,8 @@ def find_continuation(sequence: Sequence, most: int) -> tuple[int, ...]:
         found += b"" if block is None else block.tokens[len(rest) :]
     while node is not None and len(found) < most * TOKEN_BYTES:
         near = node.children if isinstance(node.children, list) else children_of(node)
-        behind = [block for block in islice(near, _MOST_BEHIND) if block.scope is None or not block.scope.extra]
-        node = block = max(behind, key=attrgetter("hits"), default=None)
+        following = [block for block in islice(near, _MOST_FOLLOWING) if block.scope is None or not block.scope.extra]
+        node = block = max(following, key=attrgetter("hits"), default=None)
         found += b"" if block is None else block.tokens
     return unpack(bytes(found[: most * TOKEN_BYTES]))
 
@@ -224,9 +224,9 @@ class PrefixMatcher:
         for index, key in enumerate(keys):
             if start < key.start < end:
                 yield key.start, extra_bytes(keys[:index], start, start + self._size)
-            behind = keys[index + 1].start if index + 1 < len(keys) else start + self._size
+            until = keys[index + 1].start if index + 1 < len(keys) else start + self._size
             own = min(key.start + key.length, end)
-            for other in range(max(key.start, start) + 1, behind + 1):
+            for other in range(max(key.start, start) + 1, until + 1):
                 cut = (*keys[:index], key._replace(length=other - key.start))
                 yield min(other, own), extra_bytes(cut, start, start + self._size)
 

@@ -103,15 +103,15 @@ class DraftModel:
 
         claim: called before slots are written. Blocks of skipped output were full before, and may be read by a copy.
         """
-        size, behind, ends = self.pools.block_size, [], []
+        size, lagging, ends = self.pools.block_size, [], []
         for sequence in sequences:
             followed = self._of(sequence)
             end = min(sequence.computed, self._model.max_positions)
             if followed.ready < end // size * size:
-                behind.append(followed)
+                lagging.append(followed)
                 ends.append(end)
-        if behind:
-            self._compute(behind, ends, claim, samples=False)
+        if lagging:
+            self._compute(lagging, ends, claim, samples=False)
 
     def propose(self, wanted: Mapping[int, int], claim: Claim) -> dict[int, list[int]]:
         """Returns the wanted number of tokens per sequence, by handle; none where the draft model's positions end."""

@@ -28,7 +28,7 @@ _REPLACED = "STALE_EXECUTOR"
 _SCHEDULER_FIRST = "SCHEDULER_FIRST"
 # Longest time for an update: the manager reorders the eviction of very many blocks, in slices.
 UPDATE_SECONDS = 60.0
-# How a manager answers an executor that it does not know, or not with this epoch.
+# Reasons with which a manager refuses an unknown executor, or another epoch of a known executor.
 _UNREGISTERED = ("UNKNOWN_EXECUTOR", _REPLACED)
 
 
@@ -132,7 +132,7 @@ class ManagerClient:
     ) -> None:
         """transfers: receives the tickets of ended copies.
 
-        set_registered: called with True after each registration, and with False if a newer process has taken its place.
+        set_registered: called with True after each registration, and with False after a newer process has registered.
         """
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
@@ -144,8 +144,8 @@ class ManagerClient:
         # Tickets of copies from renewals that have begun, as long as a manager may ask for them again.
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
-        # Orders registrations and updates of the weights: what the manager was told last counts.
-        self._telling = asyncio.Lock()
+        # Held during a registration or an update of the weights: the manager keeps the version that was reported last.
+        self._reporting = asyncio.Lock()
         self._manager_epoch = 0
         self._lease_seconds = self._renewal_seconds = MAX_RENEWAL_SECONDS
 
@@ -161,7 +161,7 @@ class ManagerClient:
         Raises RemoteError; the manager then has the previous version, or learns that version from the next
         registration. No session may be open during this call.
         """
-        async with self._telling:
+        async with self._reporting:
             try:
                 answer = await self._tell_weights(weight_version, UPDATE_SECONDS)
             except grpc.aio.AioRpcError as failed:
@@ -176,7 +176,7 @@ class ManagerClient:
 
         Ends once the manager has taken the version, or will learn it from the next registration.
         """
-        async with self._telling:
+        async with self._reporting:
             self._announcement.weight_version = weight_version
             await self._tell_for_certain()
 
@@ -225,7 +225,7 @@ class ManagerClient:
         while True:
             try:
                 # Does not wait for a connection: each failure is logged, so that operators see what is missing.
-                async with self._telling:
+                async with self._reporting:
                     answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as failed:
                 error = from_rpc_error(failed)

@@ -55,7 +55,7 @@ class _Slots:
         while len(keys):
             is_free = self.keys[at] == 0
             self.keys[at[is_free]] = keys[is_free]
-            # Of several keys for one slot, one has it now.
+            # Several keys may have wanted one slot: only the key that was written last has the slot.
             has_slot = self.keys[at] == keys
             self.numbers[at[has_slot]] = numbers[has_slot]
             at, keys, numbers = (at[~has_slot] + 1) & (self.size - 1), keys[~has_slot], numbers[~has_slot]
@@ -129,8 +129,8 @@ class KeyTable:
     ) -> Iterator[tuple[Mapping[int, int], Counter[int]]]:
         """Replaces the numbers of all entries, in slices; yields each slice's replacements, and counts as in `change`.
 
-        `after`: returns the replacements for those of the given numbers that change. Between two slices, entries may be
-        added and changed, if their new numbers are not among those that change.
+        `after`: returns the replacement of each given number that changes. Between two slices, callers may add and
+        change entries, but may not write a number that is being replaced.
         """
         slots, start = self._slots, 0
         while start < slots.size:

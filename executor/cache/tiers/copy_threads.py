@@ -1,4 +1,4 @@
-"""Runs copies between tiers in separate threads, beside the device's work; copies of a slot keep their order."""
+"""Runs copies between tiers asynchronously, in separate threads; copies of a slot keep their order."""
 
 import contextlib
 import queue
