@@ -34,7 +34,7 @@ class Watchdog:
     """Watches the device's thread from the asyncio loop."""
 
     def __init__(self, worker: Worker, set_serving: Callable[[bool], None], give_up: Callable[[], None]) -> None:
-        """set_serving: called with whether the executor can serve. give_up: called once, when it can serve no longer."""
+        """set_serving: called with whether the executor can serve. give_up: called once, if it never can again."""
         self._worker = worker
         self._set_serving = set_serving
         self._give_up = give_up
