@@ -285,10 +285,11 @@ def num_routers(there: Iterable[str]) -> int:
 
 def run(given: argparse.Namespace) -> None:
     """Brings the fleet to the requested size. Raises LayoutError, SettingsError, AddressError."""
-    running = [status.plan for status in ask(members()).values()]
+    there = members()
+    running = [status.plan for status in ask(there).values()]
     plan = make_plan(given, os.environ, running, ray.cluster_resources())  # type: ignore[no-untyped-call]
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    routers = given.routers or num_routers(members())
+    routers = given.routers or num_routers(there)
     check(plan, {node["NodeManagerAddress"] for node in nodes if node["Alive"]}, given.engines, routers)
     scale(plan, given.engines, routers)
     print("the fleet is ready", "", *directions(wait_until_ready()), "", sep="\n", flush=True)

@@ -98,7 +98,7 @@ def compile_all(asked: Sequence[Schema]) -> dict[str, Any]:
     print(
         f"compiled {len(times)} of {len(asked)} schemas: median {1e3 * seconds['median']:.2f} ms, "
         f"99th percentile {1e3 * seconds['p99']:.1f} ms, longest {1e3 * seconds['longest']:.1f} ms; "
-        f"reading the vocabulary {1e3 * reading:.0f} ms, one that is kept {1e6 * again:.0f} us",
+        f"reading the vocabulary {1e3 * reading:.0f} ms, a kept grammar {1e6 * again:.0f} us",
         flush=True,
     )
     told = {"compiled": len(times), "refused": refused, "tokenizer_seconds": reading, "kept_seconds": again}

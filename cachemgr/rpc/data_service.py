@@ -87,12 +87,13 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         Raises SchedulerFirstError if sequences that an earlier manager admitted may still write to stored blocks.
         """
         executor_id, begin = spec.executor_id, monotonic()
-        is_early = spec.has_contents and self._manager.has_old_writers(spec)
+        has_old_writers = self._manager.has_old_writers(spec)
         # An executor that is refused registers again, and would wait for a slow Redis twice.
+        is_early = has_old_writers and spec.has_contents
         reading = await store.recall(executor_id, EARLY_SECONDS if is_early else WAIT_SECONDS)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
         has_blocks = not is_empty and (reading.is_complete.is_set() or spec.has_contents)
-        if has_blocks and self._manager.has_old_writers(spec):
+        if has_blocks and has_old_writers:
             raise SchedulerFirstError
         answer = self.register(request, spec, later=not is_empty)
         store.registered(executor_id, spec.executor_epoch)

@@ -216,7 +216,7 @@ class Grammars:
             self._obstacle = f"the library for forms of outputs cannot read the model's tokenizer: {_cause(str(error))}"
             log.warning("outputs can have no form", cause=self._obstacle)
             return
-        # Ids, by text, of tokens that are not text for the library, except those that end outputs.
+        # The library's special tokens, except end-of-sequence tokens: ids by text.
         added = json.loads(tokenizer_json).get("added_tokens") or ()
         found = {token["content"]: int(token["id"]) for token in added}
         self._special = {
@@ -316,11 +316,10 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(least, int) and least > distinct + 1 and is_open:
         # The library would count a name each time that it is written.
         raise GrammarError("minProperties must be at most one more than the required names if any others may come")
-    if is_open and "properties" in kept and not kept.get("patternProperties"):
-        further = kept.get("additionalProperties", True)
-        if further is True or further == {}:
-            # The library compares names as they are written. Without this, an escaped name would be another name.
-            kept |= {"patternProperties": {"": {}}, "additionalProperties": False}
+    further = kept.get("additionalProperties", True)
+    if "properties" in kept and not kept.get("patternProperties") and (further is True or further == {}):
+        # The library compares names as they are written. Without this, an escaped name would be another name.
+        kept |= {"patternProperties": {"": {}}, "additionalProperties": False}
     # After allOf, the library would count the items that other schemas describe.
     if "additionalItems" in kept and "allOf" in kept:
         kept["allOf"] = kept.pop("allOf")

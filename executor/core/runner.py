@@ -295,7 +295,7 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
-        drafts = self._propose(step, [s for s, count in zip(sequences, counts, strict=True) if count == 1])
+        drafts = self._propose(step, sequences, counts)
         if drafts:
             counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]
         if self.tiers.busy:
@@ -319,10 +319,11 @@ class Runner:
         done = tuple(filter(None, evicted))
         return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, self._waited)
 
-    def _propose(self, step: Step, decoding: Sequence[SequenceState]) -> dict[int, list[int]]:
-        """Returns the drafts of a step, only where the step allows them. decoding: the step's decoding sequences."""
+    def _propose(self, step: Step, sequences: Sequence[SequenceState], counts: Sequence[int]) -> dict[int, list[int]]:
+        """Returns the drafts of a step, only where the step allows them. counts: tokens due, for each sequence."""
         if self._drafter is None:
             return {}
+        decoding = [sequence for sequence, count in zip(sequences, counts, strict=True) if count == 1]
         allowed = {handle: most for handle, most in step.drafts.items() if not self._sequences.get(handle).stopped}
         return self._drafter.propose(allowed, Decodes.of(decoding), self._claim)
 

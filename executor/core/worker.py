@@ -81,8 +81,8 @@ class Worker:
 
     Its thread then waits for a message or for the device, whichever comes first. A step that arrives while the previous
     step computes is launched at once, to run after the previous step.
-    On other devices, the output of step n is delivered once step n+1 is prepared, before that if step n+1 may wait for
-    copies, and at once without a next step.
+    On other devices, the output of step n is delivered at once without a next step, before step n+1 is prepared if the
+    preparation may wait for copies, and otherwise once step n+1 is prepared.
     """
 
     def __init__(self, runner: Runner, outbox: Outbox, device_lost: Callable[[], None]) -> None:

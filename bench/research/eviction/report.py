@@ -18,7 +18,7 @@ from bench.tables import table
 Record = Mapping[str, Any]
 # Policies that must be at least as good as a window with sinks.
 _SCORED = ("SUM", "NORM_SUM", "SNAPKV")
-# Pairs of policies whose perplexities in the same windows are compared.
+# Pairs of policies; the perplexities of a pair are compared window by window.
 _PAIRS = ((RANDOM, WINDOW), (WINDOW, SINKS), *((name, SINKS) for name in _SCORED))
 # Figures of the windows besides perplexity: title and form.
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {

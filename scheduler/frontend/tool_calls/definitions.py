@@ -135,11 +135,11 @@ def _tool(field: str, text: str) -> Tool:
                 raise InvalidField(f"{path}.{key[:64]}", "is not a field")
     if parameters is not None and parameters.get("type", "object") != "object":
         raise InvalidField(f"{field}.function.parameters.type", 'must be "object"')
-    # Many templates take parameters for granted.
-    none: dict[str, Any] = {"type": "object", "properties": {}}
     described = {"name": name} | ({} if description is None else {"description": description})
-    described["parameters"] = none if parameters is None else parameters
-    parameters = none | {"additionalProperties": False} if parameters is None else parameters
+    # Many templates take parameters for granted.
+    described["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
+    if parameters is None:
+        parameters = described["parameters"] | {"additionalProperties": False}
     if function.get("return") is not None:
         described["return"] = function["return"]
     return Tool(name, {"type": "function", "function": described}, parameters, strict=bool(strict))

@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from tests.support.scheduler.fake_executor import MODEL, FakeExecutor
 from tests.support.scheduler.fleet import Engine, Fleet, run_engine, run_fleet, run_router
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import prompt_of, refusal
+from tests.support.until import until
 
 
 async def test_requests_get_the_tokens_of_one_engine_and_both_engines_run_some(tmp_path: Path) -> None:
@@ -489,11 +490,6 @@ async def test_a_request_outlives_a_machine_whose_executors_end_before_their_eng
 
     def running() -> list[Engine]:
         return [engine for engine in fleet.engines if engine.scheduler.requests.num_running]
-
-    async def until(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(patience(20)):
-            while not condition():
-                await asyncio.sleep(0.01)
 
     async with run_fleet(tmp_path, count=3, policy="round-robin") as fleet:
         for engine in fleet.engines:

@@ -66,7 +66,7 @@ def pids(running: Running) -> list[int]:
 
 
 async def health(address: str, obstacle: str) -> None:
-    """Waits until health names the obstacle."""
+    """Waits until the answer of /health contains `obstacle`."""
     async with asyncio.timeout(patience(20)):
         while (answer := await ask(address, "GET", "/health")).status == 200 or obstacle not in answer.error["message"]:
             await asyncio.sleep(0.05)

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,6 +15,7 @@ from tests.support.generation import greedy_request as request
 from tests.support.patience import patience
 from tests.support.scheduler.sequences import Updates
 from tests.support.scheduler.stack import Stack
+from tests.support.until import until
 
 
 @pytest.fixture
@@ -25,12 +25,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "LATE_SECONDS", 0.05)
     monkeypatch.setattr(loop, "LOST_SECONDS", 0.3)
     monkeypatch.setattr(loop, "FIRST_STEP_SECONDS", 0.001)
-
-
-async def until(reached: Callable[[], object]) -> None:
-    async with asyncio.timeout(patience(20)):
-        while not reached():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
