@@ -36,9 +36,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The checkout's commit, with "+" if files differ from it; empty outside of git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+def commit(root: Path = ROOT) -> str:
+    """The commit of a checkout, with "+" if files differ from it; empty outside of git."""
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -42,10 +42,11 @@ class Stack:
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
     Benchmarks replace processes by `modules` of their own, or leave some out. Several of a kind are told apart
     by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
-    `own`, by the process's name, before it is started.
+    `own`, by the process's name, before it is started. root: the checkout whose processes run.
     """
 
-    def __init__(self, *, modules: Mapping[str, str] = MODULES, **settings: object) -> None:
+    def __init__(self, *, modules: Mapping[str, str] = MODULES, root: Path = ROOT, **settings: object) -> None:
+        self._root = root
         # Unix socket paths are short: the usual temporary folders of tests are not.
         self.folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
         self.scheduler = str(settings.get("scheduler_address", f"unix:{self.folder}/scheduler.sock"))
@@ -78,7 +79,7 @@ class Stack:
             "executor_host_cache_dir": self.folder / "host",
         }
         self._environment |= _variables(defaults | settings)
-        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
     def __enter__(self) -> Self:
         try:
@@ -118,7 +119,7 @@ class Stack:
         child = kind(
             [sys.executable, "-m", module],
             environment,
-            folder=ROOT,
+            folder=self._root,
             log=self.log_path(name),
             stop_seconds=patience(STOP_SECONDS),
         )

@@ -1,0 +1,131 @@
+"""Speed of this checkout beside another: start-up, and the four workloads, in turns.
+
+Run it with `python -m bench checkouts FOLDER`, where FOLDER is a checkout of another commit, for example by
+`git worktree add FOLDER COMMIT`. Processes of both run in this environment, so its packages must suit both. First
+stacks start and stop in turns. Then both stacks run, and each repeat sends every case to one and then to the other;
+the order alternates. A ratio is taken between the two runs of a repeat, so that a machine that becomes slower changes
+both. The table shows medians, and the quartiles of the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench.result import ROOT, Result, add_json_argument, commit, middle
+from bench.runs import Run, run
+from bench.tables import table
+from bench.workloads import CASES, Case, Corpus
+from executor.models.files import resolve
+from tests.stack import Stack
+from tests.support.ports import free_address
+
+# What is compared, and how many decimals are shown.
+_FIGURES = {"output_tokens_per_s": 1, "first_token_mean_s": 3, "inter_token_mean_ms": 2}
+
+
+def _stack(root: Path, dtype: str) -> Stack:
+    return Stack(root=root, executor_dtype=dtype, executor_metrics_address=free_address())
+
+
+def _order(repeat: int) -> tuple[int, int]:
+    return (0, 1) if repeat % 2 else (1, 0)
+
+
+def start_seconds(root: Path, dtype: str) -> float:
+    """Seconds until a stack of this checkout serves, from the start of its Redis."""
+    stack = _stack(root, dtype)
+    began = time.monotonic()
+    with stack:
+        return time.monotonic() - began
+
+
+def measure(stacks: Sequence[Stack], corpus: Corpus, case: Case, repeat: int) -> list[Run]:
+    """One run of the case on each stack; the order alternates between repeats."""
+    prompts = corpus.prompts(case, repeat)
+    found = {index: asyncio.run(run(stacks[index], case, prompts)) for index in _order(repeat)}
+    return [found[0], found[1]]
+
+
+def compared(case: Case, pairs: Sequence[Sequence[Run]]) -> dict[str, Any]:
+    """Medians of this checkout and of the other, and ratios of the figures: first quartile, median, third quartile."""
+    summaries = [[one.times.summary() | one.usage.summary() for one in pair] for pair in pairs]
+    this, other = (middle([pair[index] for pair in summaries]) for index in (0, 1))
+    kept = (*_FIGURES, "cpu_s")
+    return {
+        "case": case.name,
+        "repeats": len(pairs),
+        "this": {name: this[name] for name in kept},
+        "other": {name: other[name] for name in kept},
+        "ratio": {name: _quartiles([a[name] / b[name] for a, b in summaries]) for name in _FIGURES},
+        "different_outputs": sum(a != b for one, two in pairs for a, b in zip(one.outputs, two.outputs, strict=True)),
+    }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+
+
+def show(figures: Sequence[Mapping[str, Any]]) -> str:
+    """The table: a row for each case and figure."""
+    rows = [
+        [
+            one["case"],
+            name.replace("_", " "),
+            *(f"{one[side][name]:.{decimals}f}" for side in ("this", "other")),
+            *(f"{ratio:.3f}" for ratio in one["ratio"][name]),
+            str(one["different_outputs"]),
+        ]
+        for one in figures
+        for name, decimals in _FIGURES.items()
+    ]
+    return table(["", "", "this", "other", "ratio\n25 %", "\n50 %", "\n75 %", "different\noutputs"], rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("other", type=Path, help="folder of the other checkout")
+    parser.add_argument("--starts", type=int, default=5, help="starts of each checkout (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each case on each checkout (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add_json_argument(parser)
+    given = parser.parse_args(arguments)
+    if not (given.other / "scheduler").is_dir():
+        parser.error(f"{given.other} is no checkout: it has no folder scheduler")
+    roots = (ROOT, given.other.resolve())
+    starts: list[list[float]] = [[], []]
+    for repeat in range(given.starts):
+        for index in _order(repeat):
+            starts[index].append(start_seconds(roots[index], given.dtype))
+            print(f"{roots[index]}: serves after {starts[index][-1]:.1f} s", file=sys.stderr, flush=True)
+    encode = Tokenizer.from_file(str(Path(resolve("")) / "tokenizer.json")).encode
+    corpus, figures = Corpus(lambda text: encode(text, add_special_tokens=False).ids), []
+    with ExitStack() as exits:
+        stacks = [exits.enter_context(_stack(root, given.dtype)) for root in roots]
+        for case in CASES:
+            # Variant 0 warms up both stacks.
+            measure(stacks, corpus, case, 0)
+            figures.append(compared(case, [measure(stacks, corpus, case, 1 + turn) for turn in range(given.repeats)]))
+            print(show(figures[-1:]), file=sys.stderr, flush=True)
+    print(f"this: {commit()}, other: {commit(roots[1])}")
+    if given.starts:
+        this, other = map(statistics.median, starts)
+        print(f"start-up: {this:.1f} s, other {other:.1f} s, medians of {given.starts}")
+    print(show(figures))
+    kept = {"start_s": dict(zip(("this", "other"), starts, strict=True)), "cases": figures}
+    Result("checkouts", kept, {"other": commit(roots[1]), "dtype": given.dtype}).write(given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
