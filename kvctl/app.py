@@ -10,7 +10,7 @@ import typer.core
 
 from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
-from kvctl.verbs import adapters, change, engines, follow, ghosts, limits, pool, quota, rules, show, top, weights
+from kvctl.verbs import adapters, change, engines, follow, ghosts, pool, quota, rules, show, top, weights
 from protos.rpc.version import program_version
 
 # The base of all usage errors, which typer does not export.
@@ -45,7 +45,7 @@ app = typer.Typer(
     # These options hold for verbs, too.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (show, engines, ghosts, change, follow, top, limits):
+for part in (show, engines, ghosts, change, follow, top):
     app.add_typer(part.app)
 app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)

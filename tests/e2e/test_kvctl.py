@@ -195,7 +195,6 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(own: Stack, kvctl:
         (("quota", "set", "--tenant", "team"), "would set the quota of tenant team"),
         (("quota", "delete", "--salt", "acme"), "would delete"),
         (("pool", "set", POOL, "--blocks", 120), f"would set pool {POOL} from 128 to 120 blocks"),
-        (("limits", "--mode", "gen_length", "--csv", "/dev/null"), "would load the stack to its limits"),
         (("drain",), "would admit no more requests"),
         (("abort", "--all"), "would abort 0 requests"),
     ):

@@ -39,7 +39,6 @@ LINES: dict[str, tuple[str, ...]] = {
     "cancel": ("chatcmpl-1", "--yes"),
     "watch": (),
     "top": ("--once",),
-    "limits": ("--mode", "gen_length", "--csv", "/dev/null", "--yes"),
     "rules list": (),
     "rules set": ("acme", "--no-store", "--yes"),
     "rules delete": ("acme", "--yes"),
@@ -54,7 +53,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "weights reset": ("--yes",),
 }
 DESTRUCTIVE = (
-    *("unpin", "evict", "forget", "drain", "abort", "cancel", "limits", "rules set", "rules delete", "quota delete"),
+    *("unpin", "evict", "forget", "drain", "abort", "cancel", "rules set", "rules delete", "quota delete"),
     "adapters unload",
 )
 NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")

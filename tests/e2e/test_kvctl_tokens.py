@@ -1,4 +1,4 @@
-"""kvctl on a stack that asks for tokens: calls that need two tokens, and the view of a tenant's operator."""
+"""kvctl on a stack that asks for tokens: the view of a tenant's operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.support.patience import patience
 pytestmark = pytest.mark.model
 
 TENANT = "acme"
-TENANT_REQUESTS = 3
 
 
 class Guarded:
@@ -28,9 +27,7 @@ class Guarded:
 
     def __init__(self, folder: Path) -> None:
         self.keys = Keyring(folder)
-        self.stack = Stack(
-            tokens_file=self.keys.file, executor_max_tokens=256, scheduler_max_tenant_requests=TENANT_REQUESTS
-        )
+        self.stack = Stack(tokens_file=self.keys.file, executor_max_tokens=256)
         for role in (Role.SCHEDULER, Role.EXECUTOR):
             self.stack.own[role.value] = {"token_file": self.keys.add(role).token_file}
         self.caller = self.keys.add(Role.CALLER, TENANT)
@@ -75,47 +72,3 @@ def test_a_tenants_operator_sees_top(guarded: Guarded, kvctl: Kvctl, monkeypatch
     assert "hit 60s" not in "".join(lines)
     show(monkeypatch, guarded.viewer)
     assert "hit 60s" in kvctl.text("top", "--once", "--interval", 0.1)
-
-
-def test_limits_looks_with_one_token_and_generates_with_another(
-    guarded: Guarded, kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = ("limits", "--mode", "gen_throughput", "--prompt-tokens", 16, "--output-tokens", 4, "--csv", "/dev/null")
-    caller = ("--caller-token-file", guarded.caller.token_file)
-    show(monkeypatch, guarded.operator)
-    done = kvctl.run(*line, *caller, "--yes")
-    assert done.status == 0, done
-    assert "most prompts at once: 3 prompts; 4: as many requests as the caller's tenant may have" in done.out
-    show(monkeypatch, guarded.viewer)
-    monkeypatch.setenv("KVCTL_CALLER_TOKEN_FILE", str(guarded.caller.token_file))
-    assert "would load the stack to its limits" in kvctl.text(*line, "--dry-run")
-
-
-@pytest.mark.parametrize(
-    ("own", "caller", "status", "said"),
-    [
-        ("operator", None, 2, "--caller-token-file: is needed beside KVKEEP_TOKEN_FILE"),
-        (None, "caller", 2, "--caller-token-file: needs KVKEEP_TOKEN_FILE beside it"),
-        ("operator", "nowhere", 2, "--caller-token-file: "),
-        ("operator", "viewer", 4, "the caller's token: the role of this token may not call this method"),
-        ("caller", "caller", 4, "the role of this token may not call this method"),
-        ("tenants_operator", "caller", 4, "the token of KVKEEP_TOKEN_FILE is a tenant's"),
-    ],
-)
-def test_a_token_that_limits_lacks_is_named(
-    guarded: Guarded,
-    kvctl: Kvctl,
-    monkeypatch: pytest.MonkeyPatch,
-    own: str | None,
-    caller: str | None,
-    status: int,
-    said: str,
-) -> None:
-    if own is not None:
-        show(monkeypatch, getattr(guarded, own))
-    files = {"nowhere": "/nowhere"} | {name: str(getattr(guarded, name).token_file) for name in ("caller", "viewer")}
-    option = () if caller is None else ("--caller-token-file", files[caller])
-    done = kvctl.run("limits", "--mode", "gen_length", "--csv", "/dev/null", "--prompt-tokens", 16, "--yes", *option)
-    assert (done.status, done.out) == (status, "")
-    assert said in done.err
-    assert done.err.count("\n") == 1
