@@ -28,7 +28,15 @@ from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJourn
 from cachemgr.queries import Queries
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.hint_actions import with_retention
-from cachemgr.sequences.admission import Allocator, check_request, content, holder
+from cachemgr.sequences.admission import (
+    check_request,
+    claim,
+    content,
+    draft_sequence,
+    holder,
+    plan_admission,
+    refusal,
+)
 from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
 from cachemgr.sequences.copies import Tickets
 from cachemgr.sequences.fork import fork
@@ -105,10 +113,9 @@ class CacheManager:
         self._journal = journal or NoJournal()
         self._operator_journal = operator_journal or NoOperatorJournal()
         self._new_ghosts = new_ghosts
-        self._allocator = Allocator(self.config, self._state.rules, self._state.next_number)
         # Targets of ForgetBlocks, for blocks that are restored later.
         self._forgotten = ForgetHistory()
-        self.queries = Queries(self._state, self._allocator)
+        self.queries = Queries(self._state)
         self.operators = OperatorCommands(self._state, self._forgotten, self._operator_journal)
 
     @property
@@ -430,16 +437,24 @@ class CacheManager:
         existing = self._state.sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, content(request, tokens))
-        found = self._allocator.admit(request, tokens, scheduler, executor, now)
+        if scheduler.has_void_sequences_in(executor):
+            scheduler.deadline = now + self.config.lease_seconds
+            return _refused(Admission(False, missing_blocks=1), executor, now)
+        sequence = draft_sequence(request, tokens, scheduler, executor, self._state.rules, self.config)
+        plan = plan_admission(request, sequence, self.config)
         scheduler.deadline = now + self.config.lease_seconds
-        _note_shortage(found, executor, now)
-        admission = self._enter(found)
-        if not isinstance(found, Admission) and request.hints is not None:
-            keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
+        if plan.missing_blocks:
+            missing = plan.missing_without_ceiling(sequence, self.config)
+            return _refused(refusal(plan.missing_blocks, missing, sequence.scope.account), executor, now)
+        sequence.content = content(request, tokens)
+        sequence.admission = claim(request, sequence, plan, self._state.next_number(), self.config, now)
+        self._enter(sequence)
+        if request.hints is not None:
+            keys = [sequence.key(index) for index in range(len(tokens) // executor.block_size)]
             runner = HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
-            admission = found.admission = replace(admission, hint_answers=answers)
-        return admission
+            sequence.admission = replace(sequence.admission, hint_answers=answers)
+        return sequence.admission
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
         """Takes progress and grants capacity. A repeat of the last number gets the same answer.
@@ -500,8 +515,10 @@ class CacheManager:
             return _repeated(existing, scheduler, ("fork", parent_sequence_id, num_tokens))
         parent = self._state.live_sequence(caller, parent_sequence_id, "parent_sequence_id")
         found = fork(parent, sequence_id, num_tokens, self.config, self._state.next_number)
-        _note_shortage(found, parent.executor, now)
-        return self._enter(found)
+        if isinstance(found, Admission):
+            return _refused(found, parent.executor, now)
+        self._enter(found)
+        return found.admission
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds after its release; returns how many blocks.
@@ -550,14 +567,11 @@ class CacheManager:
 
     # Helpers of the calls above
 
-    def _enter(self, sequence: LiveSequence | Admission) -> Admission:
-        if isinstance(sequence, Admission):
-            return sequence
+    def _enter(self, sequence: LiveSequence) -> None:
         self._state.sequences[sequence.sequence_id] = sequence
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence
         self._forgotten.sequence_admitted(sequence)
-        return sequence.admission
 
     def _release_all(self, scheduler: Scheduler) -> None:
         """Releases the sequences of a lost or restarted scheduler in slices. From now on, no call can name them."""
@@ -585,10 +599,11 @@ class CacheManager:
                 end_ticket(executor, ticket)
 
 
-def _note_shortage(found: LiveSequence | Admission, executor: Executor, now: float) -> None:
-    """Notes a shortage if a request waits for blocks for a reason other than a quota."""
-    if isinstance(found, Admission) and found.missing_blocks and found.full_account is None:
+def _refused(answer: Admission, executor: Executor, now: float) -> Admission:
+    """Returns the answer, and notes a shortage if the request waits for a reason other than a quota."""
+    if answer.full_account is None:
         executor.short_at = now
+    return answer
 
 
 def _repeated(existing: LiveSequence, scheduler: Scheduler, content: object) -> Admission:

@@ -21,8 +21,8 @@ from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.retention.hint_actions import with_retention
 from cachemgr.retention.leases import leases_of
-from cachemgr.sequences import prefix_match
-from cachemgr.sequences.admission import Allocator, check_request
+from cachemgr.sequences import estimates, prefix_match
+from cachemgr.sequences.admission import check_request, draft_sequence, plan_admission
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
@@ -59,9 +59,8 @@ MAX_TRANSFERS = 10_000
 class Queries:
     """Calls that change nothing."""
 
-    def __init__(self, state: ManagerState, allocator: Allocator) -> None:
+    def __init__(self, state: ManagerState) -> None:
         self._state = state
-        self._allocator = allocator
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all pools, from scratch. Raises UnknownPoolError."""
@@ -327,7 +326,12 @@ class Queries:
         else:
             scheduler = Scheduler("", 0, math.inf)
         executor = self._state.executor(request.executor_id)
-        return self._allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
+        rules, config = self._state.rules, self._state.config
+        sequence = draft_sequence(request, tokens, scheduler, executor, rules, config)
+        plan = plan_admission(request, sequence, config, max_new_tokens)
+        missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
+        needed = estimates.before_admission(sequence, plan.match.blocks, max_new_tokens)
+        return Preview(not missing, missing, plan.match.tokens, needed)
 
     def executors(self) -> list[ExecutorSpec]:
         """All executors by name, without the contents of their memory."""

@@ -138,7 +138,6 @@ class Scheduler:
         """
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
-        manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
         executor, model = await _describe_executor(settings)
         # The executor refuses epochs older than any that it has seen, and the clock may have been set back since then.
         epoch = max(epoch, executor.scheduler_epoch + 1)
@@ -146,55 +145,11 @@ class Scheduler:
         self._executor_channel = open_channel(settings.executor_address, settings.security)
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(self._executor_channel)
         loader = ExecutorLoader(adapters, stub, WantedWeights(executor.weight_version, executor.weight_path))
-        requests = RequestTable(
-            RequestValidator(
-                ModelInfo(
-                    model,
-                    executor,
-                    settings.served_model_names,
-                    tool_call_parser=settings.tool_call_parser,
-                    reasoning_parser=settings.reasoning_parser,
-                ),
-                adapters,
-                ExecutorGrammars(stub),
-                max_prompt_bytes=settings.max_prompt_bytes,
-                onload_timeout=settings.onload_timeout_seconds,
-            ),
-            LocalEngine(
-                queue, self._commands, self.times, lambda: loader.weights.version, max_running=settings.max_running
-            ),
-            self._metrics,
-            self._health,
-            loader,
-            max_waiting=settings.max_waiting,
-            max_tenant_requests=settings.max_tenant_requests,
-        )
-        cache = CacheClient(
-            manager,
-            queue,
-            self._commands,
-            requests,
-            self._metrics,
-            scheduler_id=settings.scheduler_id,
-            scheduler_epoch=epoch,
-            executor_id=executor.executor_id,
-            block_size=executor.block_size,
-            max_running=settings.max_running,
-            drafts=executor.drafts,
-        )
+        validator = _validator(settings, executor, model, adapters, ExecutorGrammars(stub))
+        requests = self._request_table(validator, queue, loader)
         if settings.vllm_metrics:
-            self._registry.register(
-                VllmMetrics(
-                    self._metrics,
-                    model_name=requests.model.name,
-                    block_size=executor.block_size,
-                    num_blocks=executor.max_tokens // executor.block_size,
-                    cache_dtype=model.kv_cache_dtype,
-                    max_adapters=executor.max_adapters,
-                    adapters_in_use=requests.adapters_in_use,
-                    summed=self._summed,
-                )
-            )
+            self._export_vllm_metrics(requests, executor, model)
+        cache = self._cache_client(executor, epoch, queue, requests)
         self._cache = cache
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
@@ -236,6 +191,53 @@ class Scheduler:
         requests.open()
         self.opened.set()
         log.info("ready", model=requests.model.name, max_tokens=requests.model.max_tokens)
+
+    def _request_table(self, validator: RequestValidator, queue: WaitingQueue, loader: ExecutorLoader) -> RequestTable:
+        settings = self._settings
+        return RequestTable(
+            validator,
+            LocalEngine(
+                queue, self._commands, self.times, lambda: loader.weights.version, max_running=settings.max_running
+            ),
+            self._metrics,
+            self._health,
+            loader,
+            max_waiting=settings.max_waiting,
+            max_tenant_requests=settings.max_tenant_requests,
+        )
+
+    def _cache_client(
+        self, executor: execution_pb2.GetExecutorResponse, epoch: int, queue: WaitingQueue, requests: RequestTable
+    ) -> CacheClient:
+        return CacheClient(
+            kvcache_rpc.CacheManagerServiceStub(self._channel),
+            queue,
+            self._commands,
+            requests,
+            self._metrics,
+            scheduler_id=self._settings.scheduler_id,
+            scheduler_epoch=epoch,
+            executor_id=executor.executor_id,
+            block_size=executor.block_size,
+            max_running=self._settings.max_running,
+            drafts=executor.drafts,
+        )
+
+    def _export_vllm_metrics(
+        self, requests: RequestTable, executor: execution_pb2.GetExecutorResponse, model: execution_pb2.GetModelResponse
+    ) -> None:
+        self._registry.register(
+            VllmMetrics(
+                self._metrics,
+                model_name=requests.model.name,
+                block_size=executor.block_size,
+                num_blocks=executor.max_tokens // executor.block_size,
+                cache_dtype=model.kv_cache_dtype,
+                max_adapters=executor.max_adapters,
+                adapters_in_use=requests.adapters_in_use,
+                summed=self._summed,
+            )
+        )
 
     async def drain(self) -> None:
         """Takes no more requests and waits for the live requests; fails those that are left after `drain_seconds`."""
@@ -327,6 +329,24 @@ class _Updates:
             self._requests.receive(updates)
         if cache is not None:
             self._cache.receive(cache)
+
+
+def _validator(
+    settings: SchedulerSettings,
+    executor: execution_pb2.GetExecutorResponse,
+    model: execution_pb2.GetModelResponse,
+    adapters: AdapterTable,
+    grammars: ExecutorGrammars,
+) -> RequestValidator:
+    """Raises UnusableModelError."""
+    parsers = {"tool_call_parser": settings.tool_call_parser, "reasoning_parser": settings.reasoning_parser}
+    return RequestValidator(
+        ModelInfo(model, executor, settings.served_model_names, **parsers),
+        adapters,
+        grammars,
+        max_prompt_bytes=settings.max_prompt_bytes,
+        onload_timeout=settings.onload_timeout_seconds,
+    )
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -142,7 +142,8 @@ def kept_by(window: int | None) -> Kept:
         return lambda total: total
     made = parse(policy(window), Layout(BLOCK_SIZE, (None,), plain_rotary=True))
     assert made is not None
-    return made.effective_tokens
+    most = made.maximum
+    return lambda total: min(total, most)
 
 
 async def run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 
@@ -15,7 +14,7 @@ from cachemgr.retention.block_retention import BlockRetention
 from cachemgr.retention.bounds import check_retention
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.retention.rules import RuleBook
-from cachemgr.sequences import estimates, prefix_match
+from cachemgr.sequences import prefix_match
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.miss import first_miss
@@ -24,7 +23,7 @@ from cachemgr.sequences.sequence import GroupTable, Sequence
 from cachemgr.sequences.token_eviction import resolve
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.sequences.transfers import onload
-from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Miss, Preview, Receipt, TierKind
+from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Miss, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id, check_tokens
 from protos.errors import InvalidField
 from protos.kvcommon.tokens import packed_bytes
@@ -180,7 +179,7 @@ class GroupPlan:
 
 
 class Plan:
-    """The decision about an admission: `preview` reports it, and `admit` carries out the same plan.
+    """The decision about an admission: a preview reports the plan, and `claim` carries out the same plan.
 
     Making a plan changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` more.
     `missing_blocks` counts over all groups.
@@ -211,155 +210,142 @@ class Plan:
         )
 
 
-class Allocator:
-    """Allocates blocks for new sequences. `next_number` never gives a number twice."""
+def draft_sequence(
+    request: AdmitRequest,
+    tokens: array[int],
+    scheduler: Scheduler,
+    executor: Executor,
+    rules: RuleBook,
+    config: ManagerConfig,
+) -> Sequence:
+    """Makes the sequence for a request and the rules that match it, without a number and without blocks.
 
-    def __init__(self, config: ManagerConfig, rules: RuleBook, next_number: Callable[[], int]) -> None:
-        self._config = config
-        self._rules = rules
-        self._next_number = next_number
+    Raises InvalidField, RulePolicyError.
+    """
+    scope = executor.scopes.of(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+    matching = rules.for_request(request, tokens)
+    no_store = request.no_store or any(rule.spec.action.no_store for rule in matching)
+    policy = resolve(request, matching, executor)
+    prompt = request.num_prompt_tokens or len(tokens)
+    retention = BlockRetention(request.retention, prompt, holder(request), matching, config)
+    sequence = Sequence(
+        request.sequence_id,
+        0,
+        scheduler,
+        executor,
+        tokens,
+        scope,
+        retention,
+        no_store,
+        request.extra_keys,
+        request.store_tokens,
+    )
+    if policy is not None:
+        sequence.eviction = TokenEvictionState(policy, prompt, ahead=config.capacity_ahead_tokens)
+    return sequence
 
-    def admit(
-        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
-    ) -> Sequence | Admission:
-        """Returns the sequence with its blocks, or changes nothing and returns how many blocks are missing.
 
-        Returns one missing block while the scheduler has void sequences in an earlier registration of the executor.
-        Raises InvalidField, RulePolicyError, SequenceTooLongError.
-        """
-        if scheduler.has_void_sequences_in(executor):
-            return Admission(False, missing_blocks=1)
-        sequence = self._draft(request, tokens, scheduler, executor)
-        plan = self._plan(request, sequence)
-        if plan.missing_blocks:
-            return refusal(
-                plan.missing_blocks, plan.missing_without_ceiling(sequence, self._config), sequence.scope.account
-            )
-        match = plan.match
-        # Computed before blocks are evicted for the sequence.
-        miss = None
-        if request.explain_miss:
-            miss = first_miss(sequence, match.tokens, _lowest_tier(request, sequence), now)
-        # Read before the sequence takes over a block that continues its tokens.
-        continuation = _continuation(request, sequence)
-        sequence.handle = self._next_number()
-        sequence.content = content(request, tokens)
-        # The keys of the partly used blocks, read before the blocks are taken over.
-        sources = [block.key for block in match.sources]
-        self._claim(sequence, plan)
-        for pool in executor.pools:
-            if not request.no_read:
-                pool.tokens.add(now, request.salt, len(tokens), match.tokens)
-        publish_pending(sequence)
-        if executor.ghosts is not None:
-            source = sources[executor.ghosts.pool.spec.group] if sources else b""
-            executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
-        scheduler.executors.add(executor.executor_id)
-        wait_for = 0 if match.writer is None else match.writer.handle
-        receipts = sequence.retention.receipts(
-            request.retention, executor.block_size, no_store=sequence.no_store, config=self._config
+def plan_admission(request: AdmitRequest, sequence: Sequence, config: ManagerConfig, max_new_tokens: int = 0) -> Plan:
+    """Plans the cached blocks that the sequence uses, and the blocks that it allocates; changes nothing.
+
+    Raises SequenceTooLongError if the pool can never hold the sequence, or its quota never allows it.
+    """
+    _check_size(sequence, max_new_tokens)
+    plan = _best_plan(sequence, _lowest_tier(request, sequence), config)
+    if plan.missing_blocks:
+        for group in plan.groups:
+            group.check_ceiling(sequence.scope.account)
+    return plan
+
+
+def _best_plan(sequence: Sequence, lowest: TierKind | None, config: ManagerConfig) -> Plan:
+    needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
+    # Only until the first sync: full capacity ahead for each new sequence would leave no block for the next.
+    ahead = _blocks_ahead(sequence, config) - needed
+    if lowest is None:
+        return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, config)
+    ways = [Partial.TAKE_OVER, Partial.NONE] if config.partial_reuse else [Partial.NONE]
+    if config.copy_on_partial_reuse:
+        ways.insert(0, Partial.COPY if config.partial_reuse else Partial.EXACT)
+    matcher = prefix_match.PrefixMatcher(sequence, lowest)
+    for way in ways:
+        # A copy needs a source and a target block. Without free blocks for both, the source itself is used.
+        plan = Plan(sequence, matcher.longest(way), needed, ahead, config)
+        if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
+            break
+    return plan
+
+
+def _blocks_ahead(sequence: Sequence, config: ManagerConfig) -> int:
+    """Blocks that last until the sequence's first sync; at most one more than its tokens need."""
+    size = sequence.block_size
+    return blocks_for(sequence.slots_for(len(sequence.tokens) + min(size, config.capacity_ahead_tokens)), size)
+
+
+def claim(
+    request: AdmitRequest, sequence: Sequence, plan: Plan, number: int, config: ManagerConfig, now: float
+) -> Admission:
+    """Gives the sequence its number and the blocks of a plan that misses none; returns the answer."""
+    executor, match, num_tokens = sequence.executor, plan.match, len(sequence.tokens)
+    # Computed before blocks are evicted for the sequence.
+    miss = None
+    if request.explain_miss:
+        miss = first_miss(sequence, match.tokens, _lowest_tier(request, sequence), now)
+    # Read before the sequence takes over a block that continues its tokens.
+    continuation = _continuation(request, sequence)
+    sequence.handle = number
+    # The keys of the partly used blocks, read before the blocks are taken over.
+    sources = [block.key for block in match.sources]
+    _claim_blocks(sequence, plan)
+    for pool in executor.pools:
+        if not request.no_read:
+            pool.tokens.add(now, request.salt, num_tokens, match.tokens)
+    publish_pending(sequence)
+    if executor.ghosts is not None:
+        source = sources[executor.ghosts.pool.spec.group] if sources else b""
+        executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
+    sequence.scheduler.executors.add(executor.executor_id)
+    receipts = sequence.retention.receipts(
+        request.retention, executor.block_size, no_store=sequence.no_store, config=config
+    )
+    return admitted(
+        sequence,
+        0 if match.writer is None else match.writer.handle,
+        tuple(receipts),
+        continuation,
+        miss,
+        _stored_tokens(sequence, request.num_prompt_tokens or num_tokens),
+    )
+
+
+def _claim_blocks(sequence: Sequence, plan: Plan) -> None:
+    size, match = sequence.block_size, plan.match
+    for table, blocks in zip(sequence.tables, match.blocks, strict=True):
+        for block_index, block in enumerate(blocks):
+            if block is not None:
+                block.hits += 1
+                table.pool.acquire(block)
+                if not table.pool.grant(block, sequence.retention.at(block_index * size)):
+                    sequence.retention.refused.add(block_index * size)
+    for source, table in zip(match.sources, sequence.tables, strict=False):
+        table.pool.acquire(source)
+    for table, blocks in zip(sequence.tables, match.blocks, strict=True):
+        _fetch(sequence, table, blocks)
+        committed = [block is None or block.writer is None for block in blocks]
+        table.committed = len(blocks) if all(committed) else committed.index(False)
+        table.window_start = next(
+            (block_index for block_index, block in enumerate(blocks) if block is not None), len(blocks)
         )
-        stored = _stored_tokens(sequence, request.num_prompt_tokens or len(tokens))
-        sequence.admission = admitted(sequence, wait_for, tuple(receipts), continuation, miss, stored)
-        return sequence
-
-    def preview(
-        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
-    ) -> Preview:
-        """Returns the outcome that `admit` would have now."""
-        sequence = self._draft(request, tokens, scheduler, executor)
-        plan = self._plan(request, sequence, max_new_tokens)
-        missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
-        needed = estimates.before_admission(sequence, plan.match.blocks, max_new_tokens)
-        return Preview(not missing, missing, plan.match.tokens, needed)
-
-    def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
-        """Makes the sequence for a request and its rules, without a number and without blocks."""
-        scope = executor.scopes.of(request.salt, request.adapter_id, request.tenant_id, request.session_id)
-        rules = self._rules.for_request(request, tokens)
-        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
-        policy = resolve(request, rules, executor)
-        prompt = request.num_prompt_tokens or len(tokens)
-        retention = BlockRetention(request.retention, prompt, holder(request), rules, self._config)
-        sequence = Sequence(
-            request.sequence_id,
-            0,
-            scheduler,
-            executor,
-            tokens,
-            scope,
-            retention,
-            no_store,
-            request.extra_keys,
-            request.store_tokens,
-        )
-        if policy is not None:
-            sequence.eviction = TokenEvictionState(policy, prompt, ahead=self._config.capacity_ahead_tokens)
-        return sequence
-
-    def _blocks_ahead(self, sequence: Sequence) -> int:
-        """Blocks that last until the sequence's first sync; at most one more than its tokens need."""
-        size = sequence.block_size
-        ahead = min(size, self._config.capacity_ahead_tokens)
-        return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
-
-    def _plan(self, request: AdmitRequest, sequence: Sequence, max_new_tokens: int = 0) -> Plan:
-        """Plans the cached blocks that the sequence uses, and the blocks that it allocates.
-
-        Raises SequenceTooLongError if the pool can never hold the sequence, or its quota never allows it.
-        """
-        _check_size(sequence, max_new_tokens)
-        plan = self._best_plan(sequence, _lowest_tier(request, sequence))
-        if plan.missing_blocks:
-            for group in plan.groups:
-                group.check_ceiling(sequence.scope.account)
-        return plan
-
-    def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:
-        needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
-        # Only until the first sync: full capacity ahead for each new sequence would leave no block for the next.
-        ahead = self._blocks_ahead(sequence) - needed
-        if lowest is None:
-            return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, self._config)
-        ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
-        if self._config.copy_on_partial_reuse:
-            ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
-        matcher = prefix_match.PrefixMatcher(sequence, lowest)
-        for way in ways:
-            # A copy needs a source and a target block. Without free blocks for both, the source itself is used.
-            plan = Plan(sequence, matcher.longest(way), needed, ahead, self._config)
-            if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
-                break
-        return plan
-
-    def _claim(self, sequence: Sequence, plan: Plan) -> None:
-        size, match = sequence.block_size, plan.match
-        for table, blocks in zip(sequence.tables, match.blocks, strict=True):
-            for block_index, block in enumerate(blocks):
-                if block is not None:
-                    block.hits += 1
-                    table.pool.acquire(block)
-                    if not table.pool.grant(block, sequence.retention.at(block_index * size)):
-                        sequence.retention.refused.add(block_index * size)
-        for source, table in zip(match.sources, sequence.tables, strict=False):
-            table.pool.acquire(source)
-        for table, blocks in zip(sequence.tables, match.blocks, strict=True):
-            _fetch(sequence, table, blocks)
-            committed = [block is None or block.writer is None for block in blocks]
-            table.committed = len(blocks) if all(committed) else committed.index(False)
-            table.window_start = next(
-                (block_index for block_index, block in enumerate(blocks) if block is not None), len(blocks)
-            )
-        if match.in_place:
-            for source, table in zip(match.sources, sequence.tables, strict=True):
-                table.pool.take_over(source, sequence)
-                table.pool.release(source)
-                table.blocks.append(source)
-        else:
-            copy_sources(sequence, match.sources, match.num_copied)
-        grow(sequence, plan.needed + plan.ahead)
-        sequence.computed = sequence.cached_tokens = match.tokens
-        sequence.depend_on_writers()
+    if match.in_place:
+        for source, table in zip(match.sources, sequence.tables, strict=True):
+            table.pool.take_over(source, sequence)
+            table.pool.release(source)
+            table.blocks.append(source)
+    else:
+        copy_sources(sequence, match.sources, match.num_copied)
+    grow(sequence, plan.needed + plan.ahead)
+    sequence.computed = sequence.cached_tokens = match.tokens
+    sequence.depend_on_writers()
 
 
 def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:

@@ -185,18 +185,6 @@ class Policy:
         """With areas: tokens that an eviction leaves, without the tokens of the last block."""
         return self.maximum + (self.crush.budget * self.block_size if self.crush else 0)
 
-    def effective_tokens(self, total: int) -> int:
-        """The maximum number of tokens that a sequence of this length keeps after its prompt.
-
-        For a window, the number right after an eviction: up to a period - 1 more are kept before the next eviction.
-        """
-        most = self.most_kept
-        if most is None:
-            return total
-        if self.by_block:
-            return min(total, most - 1)
-        return min(total, self.maximum)
-
     def kept_after(self, kept: int, computed: int, prompt: int) -> int:
         """Tokens that stay, of `kept` tokens, when the sequence is about to compute more.
 
