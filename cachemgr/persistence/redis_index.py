@@ -253,9 +253,8 @@ class IndexStore:
         )
         if changes.resync:
             RESYNCS.inc()
-            now = self._clocks.time(executor_id)
             # Also read chunk by chunk.
-            blocks = ((block.tier_slot, with_end_times(block, now)) for block in self._source.records(executor_id))
+            blocks = ((block.tier_slot, block) for block in self._records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = self._keys.executor(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
@@ -269,6 +268,10 @@ class IndexStore:
                 _add(pipeline, key, chunk)
 
             await self._writes.write([executor_id], fill)
+
+    def _records(self, executor_id: str) -> Iterator[BlockRecord]:
+        # The remaining times of each record are those at its turn, and time passes between two turns.
+        return (with_end_times(block, self._clocks.time(executor_id)) for block in self._source.records(executor_id))
 
     def _current(self, executor_id: str, current: Current | None) -> BlockRecord | None:
         block = None if current is None else current()
@@ -434,9 +437,8 @@ class IndexStore:
                     if executor_id in self._readings:
                         # The whole index has yet to be written.
                         continue
-                    now = self._clocks.time(executor_id)
                     # A block that changes meanwhile is pending when it is compared.
-                    indexed = (with_end_times(block, now) for block in self._source.records(executor_id))
+                    indexed = self._records(executor_id)
                     stored = self._redis.hscan_iter(self._keys.executor(executor_id, "blocks"), count=_READ)
                     is_pending = partial(self._queue.blocks.is_pending, executor_id)
                     found += await compare_blocks(executor_id, stored, indexed, is_pending)

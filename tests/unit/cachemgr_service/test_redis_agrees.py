@@ -8,15 +8,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.persistence.reading import Reading
 from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
+from cachemgr.queries import Queries
 from executor.rpc.manager_client import CALL_SECONDS
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.support import redis_servers
 from tests.support.cachemgr_client import EXECUTOR, Client
-from tests.support.managers import POOL, Managers, agreed, cached, compared, make_rule, pin, sync_redis
+from tests.support.managers import POOL, Managers, agreed, cached, compared, leases, make_rule, pin, sync_redis
 from tests.support.patience import patience
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_servers import Server
@@ -114,6 +117,33 @@ async def test_a_redis_that_starts_again_with_an_older_state_gets_what_it_lacks(
         with sync_redis(managers.url) as server:
             assert len(server.hgetall(BLOCKS)) == 5
             assert sorted(server.hkeys(RULES)) == [b"later", b"r"]
+
+
+@one_server
+async def test_leases_keep_their_ends_while_blocks_are_read_one_after_the_other(
+    managers: Managers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = Queries.records
+
+    def slowly(self: Queries, executor_id: str) -> Iterator[BlockRecord]:
+        for record in records(self, executor_id):
+            yield record
+            # Another call of the manager.
+            self._state.leases.advance(self.now + 0.1)
+
+    async with managers.run() as client:
+        await client.register()
+        await make_rule(client, retention_priority=70, retention_duration=Duration(seconds=1000))
+        await cached(client, 13)
+        await agreed(client)
+        assert [one.lease.remaining_duration.seconds for one in await leases(client)] == [1000, 1000, 1000]
+        with monkeypatch.context() as patch:
+            patch.setattr(Queries, "records", slowly)
+            assert await compared(client) == []
+            with sync_redis(managers.url) as server:
+                server.flushall()
+            await agreed(client)
+        assert await compared(client) == []
 
 
 async def test_a_pin_whose_time_is_over_and_that_is_still_there_is_no_difference(managers: Managers) -> None:
