@@ -1,5 +1,7 @@
 """Puts the parts together: front end and cache client on the asyncio loop, the step loop on its thread."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import threading
@@ -138,6 +140,7 @@ class Scheduler:
         """
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
+        manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
         executor, model = await _describe_executor(settings)
         # The executor refuses epochs older than any that it has seen, and the clock may have been set back since then.
         epoch = max(epoch, executor.scheduler_epoch + 1)
@@ -149,7 +152,7 @@ class Scheduler:
         requests = self._request_table(validator, queue, loader)
         if settings.vllm_metrics:
             self._export_vllm_metrics(requests, executor, model)
-        cache = self._cache_client(executor, epoch, queue, requests)
+        cache = self._cache_client(manager, executor, epoch, queue, requests)
         self._cache = cache
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
@@ -207,10 +210,15 @@ class Scheduler:
         )
 
     def _cache_client(
-        self, executor: execution_pb2.GetExecutorResponse, epoch: int, queue: WaitingQueue, requests: RequestTable
+        self,
+        manager: kvcache_rpc.CacheManagerServiceAsyncStub,
+        executor: execution_pb2.GetExecutorResponse,
+        epoch: int,
+        queue: WaitingQueue,
+        requests: RequestTable,
     ) -> CacheClient:
         return CacheClient(
-            kvcache_rpc.CacheManagerServiceStub(self._channel),
+            manager,
             queue,
             self._commands,
             requests,
