@@ -34,7 +34,9 @@ _FIGURES = {"output_tokens_per_s": 1, "first_token_mean_s": 3, "inter_token_mean
 
 
 def _stack(root: Path, dtype: str) -> Stack:
-    return Stack(root=root, executor_dtype=dtype, executor_metrics_address=free_address())
+    # Earlier checkouts do not know the setting of front ends, which serve HTTP alone.
+    settings = {"executor_dtype": dtype, "executor_metrics_address": free_address(), "scheduler_frontends": None}
+    return Stack(root=root, **settings)
 
 
 def _order(repeat: int) -> tuple[int, int]:

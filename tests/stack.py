@@ -39,7 +39,8 @@ def model_cache() -> Path:
 class Stack:
     """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
-    `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
+    `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048. None is
+    the service's own default.
     Benchmarks replace processes by `modules` of their own, or leave some out. Several of a kind are told apart
     by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
     `own`, by the process's name, before it is started. root: the checkout whose processes run.
@@ -192,7 +193,7 @@ class FleetStack(Stack):
 
 
 def _variables(settings: Mapping[str, object]) -> dict[str, str]:
-    return {f"KVKEEP_{name.upper()}": str(value) for name, value in settings.items()}
+    return {f"KVKEEP_{name.upper()}": str(value) for name, value in settings.items() if value is not None}
 
 
 def metrics(address: str) -> Iterator[tuple[str, str, float]]:
