@@ -24,19 +24,21 @@ from tokenizers import Tokenizer
 from bench.result import ROOT, Result, add_json_argument, commit, middle
 from bench.runs import Run, run
 from bench.tables import table
-from bench.workloads import CASES, Case, Corpus
+from bench.workloads import Case, Corpus, chosen
 from executor.models.files import resolve
 from tests.stack import Stack
 from tests.support.ports import free_address
 
+# Requests that warm up both stacks for a case.
+_WARM_UP = 2
 # What is compared, and how many decimals are shown.
 _FIGURES = {"output_tokens_per_s": 1, "first_token_mean_s": 3, "inter_token_mean_ms": 2}
 
 
 def _stack(root: Path, dtype: str) -> Stack:
+    metrics = free_address()
     # Earlier checkouts do not know the setting of front ends, which serve HTTP alone.
-    settings = {"executor_dtype": dtype, "executor_metrics_address": free_address(), "scheduler_frontends": None}
-    return Stack(root=root, **settings)
+    return Stack(root=root, executor_dtype=dtype, executor_metrics_address=metrics, scheduler_frontends=None)
 
 
 def _order(repeat: int) -> tuple[int, int]:
@@ -52,8 +54,8 @@ def start_seconds(root: Path, dtype: str) -> float:
 
 
 def measure(stacks: Sequence[Stack], corpus: Corpus, case: Case, repeat: int) -> list[Run]:
-    """One run of the case on each stack; the order alternates between repeats."""
-    prompts = corpus.prompts(case, repeat)
+    """One run of the case on each stack; the order alternates between repeats. Repeat 0 is short, to warm them up."""
+    prompts = corpus.prompts(case, repeat)[: None if repeat else _WARM_UP]
     found = {index: asyncio.run(run(stacks[index], case, prompts)) for index in _order(repeat)}
     return [found[0], found[1]]
 
@@ -97,6 +99,7 @@ def main(arguments: list[str]) -> int:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("other", type=Path, help="folder of the other checkout")
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
     parser.add_argument("--starts", type=int, default=5, help="starts of each checkout (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each case on each checkout (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -104,6 +107,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if not (given.other / "scheduler").is_dir():
         parser.error(f"{given.other} is no checkout: it has no folder scheduler")
+    try:
+        cases = chosen(given.workloads)
+    except ValueError as error:
+        parser.error(str(error))
     roots = (ROOT, given.other.resolve())
     starts: list[list[float]] = [[], []]
     for repeat in range(given.starts):
@@ -114,8 +121,7 @@ def main(arguments: list[str]) -> int:
     corpus, figures = Corpus(lambda text: encode(text, add_special_tokens=False).ids), []
     with ExitStack() as exits:
         stacks = [exits.enter_context(_stack(root, given.dtype)) for root in roots]
-        for case in CASES:
-            # Variant 0 warms up both stacks.
+        for case in cases:
             measure(stacks, corpus, case, 0)
             figures.append(compared(case, [measure(stacks, corpus, case, 1 + turn) for turn in range(given.repeats)]))
             print(show(figures[-1:]), file=sys.stderr, flush=True)

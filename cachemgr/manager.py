@@ -32,7 +32,7 @@ from cachemgr.sequences.admission import (
     check_request,
     claim,
     content,
-    draft_sequence,
+    new_sequence,
     holder,
     plan_admission,
     refusal,
@@ -440,7 +440,7 @@ class CacheManager:
         if scheduler.has_void_sequences_in(executor):
             scheduler.deadline = now + self.config.lease_seconds
             return _refused(Admission(False, missing_blocks=1), executor, now)
-        sequence = draft_sequence(request, tokens, scheduler, executor, self._state.rules, self.config)
+        sequence = new_sequence(request, tokens, scheduler, executor, self._state.rules, self.config)
         plan = plan_admission(request, sequence, self.config)
         scheduler.deadline = now + self.config.lease_seconds
         if plan.missing_blocks:

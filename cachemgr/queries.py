@@ -22,7 +22,7 @@ from cachemgr.operators.state_dump import executor_state, line, rule_state, sche
 from cachemgr.retention.hint_actions import with_retention
 from cachemgr.retention.leases import leases_of
 from cachemgr.sequences import estimates, prefix_match
-from cachemgr.sequences.admission import check_request, draft_sequence, plan_admission
+from cachemgr.sequences.admission import check_request, new_sequence, plan_admission
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
@@ -327,7 +327,7 @@ class Queries:
             scheduler = Scheduler("", 0, math.inf)
         executor = self._state.executor(request.executor_id)
         rules, config = self._state.rules, self._state.config
-        sequence = draft_sequence(request, tokens, scheduler, executor, rules, config)
+        sequence = new_sequence(request, tokens, scheduler, executor, rules, config)
         plan = plan_admission(request, sequence, config, max_new_tokens)
         missing = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
         needed = estimates.before_admission(sequence, plan.match.blocks, max_new_tokens)

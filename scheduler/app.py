@@ -57,7 +57,7 @@ from scheduler.request import Adapter, WantedWeights
 from scheduler.settings import SchedulerSettings
 
 CALL_SECONDS = 10.0
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.1
 # Seconds of silence after which health says that the cache manager does not answer: its restart takes less. Then the
 # seconds between two checks.
 SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.25

@@ -210,7 +210,7 @@ class Plan:
         )
 
 
-def draft_sequence(
+def new_sequence(
     request: AdmitRequest,
     tokens: array[int],
     scheduler: Scheduler,
