@@ -32,8 +32,8 @@ from cachemgr.sequences.admission import (
     check_request,
     claim,
     content,
-    new_sequence,
     holder,
+    new_sequence,
     plan_admission,
     refusal,
 )
