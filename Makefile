@@ -74,7 +74,7 @@ chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="
 outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
 	@$(PY) -m tests.chaos.outages $(ARGS)
 
-nightly: dev ## Run what is left to chance: all tests, new seeds, load, newest packages; ARGS="--minutes 90 --only chaos"
+nightly: dev ## Run what is left to chance: all tests, new seeds, load, newest packages; ARGS="--minutes 60 --only chaos"
 	@$(PY) -m tests.nightly $(ARGS)
 
 lint: tools ## Check style, formatting, the generated pages of docs/ and the deadlines of tests; `make fix` repairs

@@ -1,10 +1,11 @@
 """Speed of this checkout beside another: start-up, and the four workloads, in turns.
 
 Run it with `python -m bench checkouts FOLDER`, where FOLDER is a checkout of another commit, for example by
-`git worktree add FOLDER COMMIT`. Processes of both run in this environment, so its packages must suit both. First
-stacks start and stop in turns. Then both stacks run, and each repeat sends every case to one and then to the other;
-the order alternates. A ratio is taken between the two runs of a repeat, so that a machine that becomes slower changes
-both. The table shows medians, and the quartiles of the ratio.
+`git worktree add FOLDER COMMIT`. Processes of both run in this environment, so its packages must suit both. Each repeat
+starts a stack of each checkout, sends every case to one and then to the other, and stops both; the order alternates.
+New processes for each repeat are necessary: where a process has its memory makes its speed differ by several percent
+until it ends. A ratio is taken between the two runs of a repeat, so that a machine that becomes slower changes both.
+The table shows medians, and the quartiles of the ratio.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from bench.result import ROOT, Result, add_json_argument, commit, middle
 from bench.runs import Run, run
@@ -45,18 +44,20 @@ def _order(repeat: int) -> tuple[int, int]:
     return (0, 1) if repeat % 2 else (1, 0)
 
 
-def start_seconds(root: Path, dtype: str) -> float:
-    """Seconds until a stack of this checkout serves, from the start of its Redis."""
+def started(root: Path, dtype: str, exits: ExitStack) -> tuple[Stack, float]:
+    """A stack of this checkout, and the seconds until it serves, from the start of its Redis."""
     stack = _stack(root, dtype)
     began = time.monotonic()
-    with stack:
-        return time.monotonic() - began
+    exits.enter_context(stack)
+    return stack, time.monotonic() - began
 
 
 def measure(stacks: Sequence[Stack], corpus: Corpus, case: Case, repeat: int) -> list[Run]:
-    """One run of the case on each stack; the order alternates between repeats. Repeat 0 is short, to warm them up."""
-    prompts = corpus.prompts(case, repeat)[: None if repeat else _WARM_UP]
-    found = {index: asyncio.run(run(stacks[index], case, prompts)) for index in _order(repeat)}
+    """One run of the case on each stack, in the order of the repeat. Some of another text's requests warm both up."""
+    found: dict[int, Run] = {}
+    for prompts in (corpus.prompts(case, 0)[:_WARM_UP], corpus.prompts(case, 1 + repeat)):
+        for index in _order(repeat):
+            found[index] = asyncio.run(run(stacks[index], case, prompts))
     return [found[0], found[1]]
 
 
@@ -100,38 +101,42 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
-    parser.add_argument("--starts", type=int, default=5, help="starts of each checkout (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each case on each checkout (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="starts, and runs of each case, of each checkout (%(default)s)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     add_json_argument(parser)
     given = parser.parse_args(arguments)
     if not (given.other / "scheduler").is_dir():
         parser.error(f"{given.other} is no checkout: it has no folder scheduler")
+    if given.repeats < 1:
+        parser.error("--repeats must be at least 1")
     try:
         cases = chosen(given.workloads)
     except ValueError as error:
         parser.error(str(error))
     roots = (ROOT, given.other.resolve())
     starts: list[list[float]] = [[], []]
-    for repeat in range(given.starts):
-        for index in _order(repeat):
-            starts[index].append(start_seconds(roots[index], given.dtype))
-            print(f"{roots[index]}: serves after {starts[index][-1]:.1f} s", file=sys.stderr, flush=True)
-    encode = Tokenizer.from_file(str(Path(resolve("")) / "tokenizer.json")).encode
-    corpus, figures = Corpus(lambda text: encode(text, add_special_tokens=False).ids), []
-    with ExitStack() as exits:
-        stacks = [exits.enter_context(_stack(root, given.dtype)) for root in roots]
-        for case in cases:
-            measure(stacks, corpus, case, 0)
-            figures.append(compared(case, [measure(stacks, corpus, case, 1 + turn) for turn in range(given.repeats)]))
-            print(show(figures[-1:]), file=sys.stderr, flush=True)
+    pairs: dict[Case, list[list[Run]]] = {case: [] for case in cases}
+    corpus = Corpus.of(Path(resolve("")))
+    for repeat in range(given.repeats):
+        with ExitStack() as exits:
+            stacks: dict[int, Stack] = {}
+            for index in _order(repeat):
+                stacks[index], seconds = started(roots[index], given.dtype, exits)
+                starts[index].append(seconds)
+                print(f"{roots[index]}: serves after {seconds:.1f} s", file=sys.stderr, flush=True)
+            for case in cases:
+                pairs[case].append(measure([stacks[0], stacks[1]], corpus, case, repeat))
+                print(show([compared(case, pairs[case])]), file=sys.stderr, flush=True)
+        figures = [compared(case, found) for case, found in pairs.items()]
+        kept = {"start_s": dict(zip(("this", "other"), starts, strict=True)), "cases": figures}
+        # After each repeat, so that an interrupted run keeps its figures.
+        Result("checkouts", kept, {"other": commit(roots[1]), "dtype": given.dtype}).write(given.json)
     print(f"this: {commit()}, other: {commit(roots[1])}")
-    if given.starts:
-        this, other = map(statistics.median, starts)
-        print(f"start-up: {this:.1f} s, other {other:.1f} s, medians of {given.starts}")
+    this, other = map(statistics.median, starts)
+    print(f"start-up: {this:.1f} s, other {other:.1f} s, medians of {given.repeats}")
     print(show(figures))
-    kept = {"start_s": dict(zip(("this", "other"), starts, strict=True)), "cases": figures}
-    Result("checkouts", kept, {"other": commit(roots[1]), "dtype": given.dtype}).write(given.json)
     return 0
 
 

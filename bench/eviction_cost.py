@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tokenizers import Tokenizer
 
 from bench.result import Result, add_json_argument, middle
 from bench.runs import Others, processes, watched
@@ -155,8 +154,7 @@ def main() -> int:
     add_json_argument(parser)
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["none", *arguments.policies]))
-    encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode
-    corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
+    corpus = Corpus.of(Path(find("", model_cache()).source))
     with Stack(executor_dtype=arguments.dtype) as stack:
         rows = summary(asyncio.run(measure(stack, corpus, names, arguments.repeats)))
     print(f"{arguments.dtype}, medians of {arguments.repeats}: long decode (W3), and prompts of 2,048 tokens")

@@ -17,13 +17,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.prose import even_windows
@@ -198,8 +198,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_argument(parser)
     given = parser.parse_args()
-    tokenizer = Tokenizer.from_str(load_tokenizer(find("", model_cache())).json.decode())
-    corpus = Corpus(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    corpus = Corpus.of(Path(find("", model_cache()).source))
     figures: dict[str, Any] = {}
     if "perplexity" in given.parts:
         figures["perplexity"] = perplexities(given.dtype, given.tokens, corpus.tokens)

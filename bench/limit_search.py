@@ -117,19 +117,21 @@ class Load:
 
 
 class Checker:
-    """Runs rounds on a stack. scheduler, admin: channels to the addresses of the same names."""
+    """Runs rounds on a stack. vocab_size: of the served model."""
 
-    def __init__(self, stack: Stack, scheduler: grpc.aio.Channel, admin: grpc.aio.Channel, load: Load) -> None:
+    def __init__(
+        self, stack: Stack, stub: rpc.GenerationServiceAsyncStub, admin: grpc.aio.Channel, load: Load, vocab_size: int
+    ) -> None:
         self._stack = stack
-        self._stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(scheduler)
+        self._stub = stub
         self._admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(admin)
         self._load = load
+        self._vocab_size = vocab_size
         self._random = random.Random(0)
 
     async def run(self, size: int, prompts: int, output_tokens: int) -> Round:
         """Runs a round, which ends early as soon as its ending is known."""
-        model = await self._stub.GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
-        requests = [self._request(model.vocab_size, output_tokens) for _ in range(prompts)]
+        requests = [self._request(output_tokens) for _ in range(prompts)]
         await until_idle(self._stack.admin)
         preemptions = (await self._loads()).preemptions
         made, started = Round(size), time.monotonic()
@@ -152,23 +154,23 @@ class Checker:
                 made.ending = Ending.TIMEOUT
         return made
 
-    def _request(self, vocab_size: int, output_tokens: int) -> pb.StreamGenerateRequest:
-        prompt = [self._random.randrange(vocab_size) for _ in range(self._load.prompt_tokens)]
+    def _request(self, output_tokens: int) -> pb.StreamGenerateRequest:
+        prompt = [self._random.randrange(self._vocab_size) for _ in range(self._load.prompt_tokens)]
         return greedy_request(prompt, output_tokens, reuse=False, eviction_policy=self._load.policy)
 
     async def _loads(self) -> pb.GetLoadsResponse:
         return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=CALL_SECONDS)
 
-    async def _pool(self) -> kvcache_pb2.Pool:
-        [pool] = (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=CALL_SECONDS)).pools
-        return pool
+    async def _pools(self) -> Sequence[kvcache_pb2.Pool]:
+        """The pools: one for each group of layers."""
+        return (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=CALL_SECONDS)).pools
 
     async def _watch(self, made: Round, preemptions: int) -> None:
         """Looks at the cache and at loads; returns when a request has to wait or was preempted."""
         waits = 0
         while True:
-            pool = await self._pool()
-            made.cache.append(pool.used_blocks / pool.total_blocks)
+            pools = await self._pools()
+            made.cache.append(max(pool.used_blocks / pool.total_blocks for pool in pools))
             loads = await self._loads()
             # Every request waits for a moment, until the cache manager has answered.
             waits = waits + 1 if loads.waiting_requests else 0
@@ -176,7 +178,7 @@ class Checker:
                 made.ending = Ending.EXHAUSTED
                 return
             if waits > 2:
-                made.ending = why_requests_wait(pool, self._load.prompt_tokens)
+                made.ending = why_requests_wait(pools, self._load.prompt_tokens)
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -200,28 +202,35 @@ class Checker:
         if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")):
             return Ending.EXHAUSTED
         if error.reason == "QUEUE_FULL":
-            return why_requests_wait(await self._pool(), self._load.prompt_tokens)
+            return why_requests_wait(await self._pools(), self._load.prompt_tokens)
         if "max_tokens" in error.fields:
-            pool = await self._pool()
+            most = min(pool.total_blocks * pool.block_size for pool in await self._pools())
             tokens = len(request.token_ids.token_ids) + request.max_tokens
-            bounded = self._load.policy is None and tokens > pool.total_blocks * pool.block_size
+            bounded = self._load.policy is None and tokens > most
             return Ending.EXHAUSTED if bounded else Ending.MODEL
         return None
 
 
-def why_requests_wait(pool: kvcache_pb2.Pool, prompt_tokens: int) -> Ending:
-    """The ending of a round whose requests wait: whether another prompt would find too few blocks."""
-    wanted = -(-prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
-    return Ending.EXHAUSTED if pool.free_blocks < wanted else Ending.BOUND
+def why_requests_wait(pools: Sequence[kvcache_pb2.Pool], prompt_tokens: int) -> Ending:
+    """Returns why the requests of a round wait: the cache is exhausted if a further prompt lacks blocks in any pool."""
+    misses_blocks = any(
+        pool.free_blocks < -(-prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks for pool in pools
+    )
+    return Ending.EXHAUSTED if misses_blocks else Ending.BOUND
 
 
 async def search(stack: Stack, mode: str, load: Load, output_tokens: int) -> list[Round]:
-    """All rounds, in order. output_tokens: of each prompt, for PROMPTS. Raises RemoteError."""
+    """All rounds, in order. output_tokens: of each prompt, for PROMPTS.
+
+    Raises RemoteError for a load that the stack refuses, RpcError and TimeoutError for a stack that does not answer.
+    """
     async with (
         grpc.aio.insecure_channel(stack.scheduler) as scheduler,
         grpc.aio.insecure_channel(stack.admin) as admin,
     ):
-        checker = Checker(stack, scheduler, admin, load)
+        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(scheduler)
+        model = await stub.GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
+        checker = Checker(stack, stub, admin, load, model.vocab_size)
 
         async def run(size: int) -> Round:
             length = mode == LENGTH
@@ -276,6 +285,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Load]:
     return given, Load(given.prompt_tokens, given.round_seconds, evict)
 
 
+def _failed(cause: str) -> int:
+    print(f"error: {cause}", file=sys.stderr)
+    return 1
+
+
 def main(arguments: list[str]) -> int:
     """Searches and prints the limit; returns 1 for an error that says nothing about limits, 130 after Ctrl-C."""
     given, load = parse(arguments)
@@ -284,8 +298,11 @@ def main(arguments: list[str]) -> int:
             try:
                 rounds = asyncio.run(search(stack, given.mode, load, given.output_tokens))
             except RemoteError as error:
-                print(f"error: {error.message}", file=sys.stderr)
-                return 1
+                return _failed(error.message)
+            except grpc.RpcError as error:
+                return _failed(from_rpc_error(error).message)
+            except TimeoutError:
+                return _failed("the stack does not become idle")
     except KeyboardInterrupt:
         return 130
     print(show(given.mode, rounds))

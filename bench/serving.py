@@ -18,8 +18,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from bench import gate, limits, plots
 from bench.gguf_file import in_floats
 from bench.limits import Limits, ModelShape
@@ -63,8 +61,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.shape = ModelShape.read(self.model)
-        encode = Tokenizer.from_file(str(self.model / "tokenizer.json")).encode
-        self.corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
+        self.corpus = Corpus.of(self.model)
 
     def stack(self, dtype: str) -> Stack:
         """A stack that runs the model in `dtype`."""

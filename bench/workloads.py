@@ -16,7 +16,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
+
+from tokenizers import Tokenizer
 
 
 def _lengths(seed: int, count: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -77,6 +80,12 @@ class Corpus:
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self.tokens = encode("\n\n".join(text for _, text in sorted(topics.items())))
+
+    @classmethod
+    def of(cls, model: Path) -> Corpus:
+        """The corpus in the tokens of the model in a folder."""
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        return cls(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
     def prompts(self, case: Case, variant: int) -> list[list[int]]:
         """Token ids of every request, the same for all cases of a workload."""

@@ -1,7 +1,7 @@
-"""No test decides by wall time: `python ops/check_deadlines.py` names each line of tests/ that does.
+"""Checks that no test depends on wall time: `python ops/check_deadlines.py` lists each line of tests/ that does.
 
-A deadline comes from `patience` of tests/support/patience.py. A number may stay if it is the subject of a test, a
-deadline that must pass or a time in which nothing may happen, and if its line ends with `# subject: why`.
+A deadline comes from `patience` of tests/support/patience.py. A number may stay if the test is about the number, such
+as a deadline that must expire, and if its line ends with `# subject: why`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ WAITS = ("wait", "join", "result")
 
 DEADLINE = "a deadline is a number: write patience(seconds), from tests.support.patience"
 SLEEP = "an assertion follows a sleep: wait for the event itself"
-BOUND = "an assertion bounds wall time: assert an order of events, count work, or take processor time"
+BOUND = "an assertion bounds wall time: assert an order of events, count operations, or measure processor time"
 
 
 class Finding(NamedTuple):
-    """A line that decides by wall time, with advice to change it."""
+    """A line that depends on wall time, with advice to change the line."""
 
     line: int
     advice: str
 
 
 def findings(source: str, modules: Mapping[str, set[str]] | None = None) -> list[Finding]:
-    """Lines that a module of tests must change, in order. modules: the constants of other modules, by module."""
+    """Returns the lines of a test module that must be changed, in order.
+
+    modules: the constants of other modules, by module.
+    """
     tree, marked = ast.parse(source), _marked(source)
     nodes = list(ast.walk(tree))
     numbers = _constants(tree, marked) | {
@@ -51,7 +54,7 @@ def findings(source: str, modules: Mapping[str, set[str]] | None = None) -> list
         (node, DEADLINE) for node in nodes if isinstance(node, ast.expr) and _is_deadline(node, numbers)
     ]
     found += [(sleep, SLEEP) for node in nodes for sleep in _sleeps(node)]
-    # A walk through every function of a module without a clock would take seconds.
+    # Modules without a clock are skipped: walking through all their functions would take seconds in all.
     if any(clock in source for clock in CLOCKS):
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         found += [(bound, BOUND) for function in functions for bound in _bounds(function)]
@@ -59,7 +62,7 @@ def findings(source: str, modules: Mapping[str, set[str]] | None = None) -> list
 
 
 def constants(source: str) -> set[str]:
-    """Names of a module for positive numbers without a mark."""
+    """Returns the names of a module's positive numeric constants, except constants on marked lines."""
     return _constants(ast.parse(source), _marked(source))
 
 
@@ -88,7 +91,7 @@ def _lines(node: ast.stmt | ast.expr) -> range:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Names and values of an assignment, also of several at once."""
+    """Yields the names and values of an assignment, also of a tuple to a tuple."""
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
@@ -102,7 +105,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _is_number(node: ast.expr, numbers: set[str]) -> bool:
-    """Whether an expression is a positive number, as a literal or by one of these names."""
+    """Whether an expression consists of positive numbers: literals, these names, and arithmetic of both."""
     match node:
         case ast.Constant(value=bool()):
             return False
@@ -186,9 +189,7 @@ def _has_span(node: ast.expr, times: set[str], spans: set[str]) -> bool:
 
 def main() -> int:
     """Returns the exit status: 1 if a line has to change."""
-    argparse.ArgumentParser(
-        prog="make lint", description="Names each line of tests/ that decides by wall time."
-    ).parse_args()
+    argparse.ArgumentParser(description="Lists each line of tests/ that depends on wall time.").parse_args()
     sources = {path: path.read_text() for path in sorted(TESTS.rglob("*.py"))}
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): constants(source) for path, source in sources.items()

@@ -347,9 +347,14 @@ def _validator(
     grammars: ExecutorGrammars,
 ) -> RequestValidator:
     """Raises UnusableModelError."""
-    parsers = {"tool_call_parser": settings.tool_call_parser, "reasoning_parser": settings.reasoning_parser}
     return RequestValidator(
-        ModelInfo(model, executor, settings.served_model_names, **parsers),
+        ModelInfo(
+            model,
+            executor,
+            settings.served_model_names,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        ),
         adapters,
         grammars,
         max_prompt_bytes=settings.max_prompt_bytes,

@@ -1,7 +1,7 @@
-"""What takes too long, or leaves too much to chance, for every change: `make nightly`, about 90 minutes on two cores.
+"""What takes too long, or leaves too much to chance, for every change: `make nightly`, about two hours on two cores.
 
-It runs every test, also those that passed before with the same sources; new random lives and new chaos; the tests of
-every service several times beside a load on all cores, which finds tests that are flaky; and the same tests with the
+It runs every test, even tests that passed with the same sources; new random lives; new chaos, also of fleets; the tests
+of every service several times beside a load on all cores, which finds tests that are flaky; and the same tests with the
 newest versions of all packages, where every warning is an error. The result is a page, build/nightly/report.md.
 """
 

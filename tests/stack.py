@@ -39,17 +39,18 @@ def model_cache() -> Path:
 class Stack:
     """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
-    `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048. None is
-    the service's own default.
-    Benchmarks replace processes by `modules` of their own, or leave some out. Several of a kind are told apart
-    by what follows a hyphen in their names: executor-0, executor-1. Settings that only one process shall have go into
-    `own`, by the process's name, before it is started. root: the checkout whose processes run.
+    `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048. None
+    leaves a setting, which must not be an address, to the service's own default. Benchmarks replace processes by
+    `modules` of their own, or leave some out. Processes of one kind are told apart by what follows a hyphen in their
+    names: executor-0, executor-1. Settings of a single process go into `own`, under the name of the process, before the
+    process starts. root: the checkout from which the processes run.
     """
 
     def __init__(self, *, modules: Mapping[str, str] = MODULES, root: Path = ROOT, **settings: object) -> None:
         self._root = root
         # Unix socket paths are short: the usual temporary folders of tests are not.
         self.folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
+        assert not any(name.endswith("_address") and value is None for name, value in settings.items())
         self.scheduler = str(settings.get("scheduler_address", f"unix:{self.folder}/scheduler.sock"))
         self.cachemgr = str(settings.get("cachemgr_address", f"unix:{self.folder}/cachemgr.sock"))
         self.admin = str(settings.get("cachemgr_admin_address", f"unix:{self.folder}/admin.sock"))
@@ -116,7 +117,8 @@ class Stack:
         """Starts one process; it never outlives this one."""
         environment = self._environment | _variables(self.own.get(name, {})) | self.variables
         module = self.modules[name]
-        kind = PreloadedChild if preloads and can_preload(module, environment) else Child
+        preloaded = preloads and self._root == ROOT and can_preload(module, environment)
+        kind = PreloadedChild if preloaded else Child
         child = kind(
             [sys.executable, "-m", module],
             environment,

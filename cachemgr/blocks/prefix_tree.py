@@ -1,8 +1,8 @@
 """The prefix tree of a pool: blocks by key, and the children of each block.
 
-The children of a node are sorted by their extra bytes, then by their packed tokens. In this order, the sibling with the
-longest common prefix is a neighbour of the position where the tokens would go. Siblings that begin with all of the
-tokens follow directly after this position. Only siblings with equal extra bytes have a common prefix.
+The children of a node are sorted by their extra bytes, then by their packed tokens. In this order, the child with the
+longest common prefix with given tokens is next to the position where these tokens would be inserted. Children that
+begin with all these tokens follow directly after this position. Only equal extra bytes make a common prefix.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,8 +20,8 @@ _MOST_LOOKED_AT = 32
 class PrefixTree:
     """The indexed blocks of a pool by key, and as a tree.
 
-    A tombstone stands for a removed block whose children stay: with a window, or in lower tiers. Roots are tombstones
-    too, since they never have a block.
+    A tombstone stands for a removed block that still has children: the pool has an attention window, or the children
+    are in lower tiers. Roots are tombstones too, since they never have a block.
     """
 
     __slots__ = ("by_key", "tombstones")
@@ -128,9 +128,9 @@ def closest_child(
 ) -> tuple[Block | None, int]:
     """The usable child with the longest common prefix, and the prefix length in tokens; (None, 0) if there is none.
 
-    The common prefix shrinks with the distance from the position of the tokens. So the search runs outward from there,
-    and ends on a side where no child further away can have a longer common prefix. It looks at a few children only,
-    since very many of a root's children may be in use: a shorter match, or none, costs less than to look at all.
+    The common prefix shrinks with the distance from the position of the tokens. So the search runs outward from there.
+    On each side, the search ends once no child further away can have a longer common prefix. Few children are examined,
+    because very many children of a root may be in use: a shorter match costs less than examining all of them.
     """
     children = node.children
     if children is None or not tokens:
@@ -183,7 +183,7 @@ def covered_children(node: Node, tokens: bytes, extra: bytes = b"") -> list[Bloc
     beginning = tokens
     index = bisect_left(children, (extra, beginning), key=_ORDER)
     while index > 0 and _ORDER(children[index - 1])[0] == extra:
-        # A child whose tokens are a prefix of `beginning` is the predecessor, or a prefix of what the predecessor and
+        # A child that is a prefix of `beginning` is the previous child, or a prefix of what the previous child and
         # `beginning` have in common.
         block = children[index - 1]
         common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES

@@ -19,7 +19,7 @@ class TierCounters:
     """What happened in a tier since its pool was registered; `removed` is by cause.
 
     `written_through` counts copies of blocks that stayed on the device, `restored` blocks from before a restart.
-    `idle_before_eviction_seconds` is the total for `timed_evictions`, a sample of the evictions.
+    `idle_before_eviction_seconds` is the sum over a sample of the evictions, which `timed_evictions` counts.
     """
 
     allocated: int = 0
@@ -40,11 +40,11 @@ class TierCounters:
 
     @property
     def mean_idle_before_eviction(self) -> float:
-        """Mean seconds from the last use of a block to its eviction; 0 before the first eviction."""
+        """Mean seconds from the last use of a block to its eviction; 0 before the first timed eviction."""
         return self.idle_before_eviction_seconds / self.timed_evictions if self.timed_evictions else 0.0
 
     def note_idle_before_eviction(self, seconds: float) -> None:
-        """Notes that a block is evicted N = `seconds` after its last use."""
+        """Notes an eviction `seconds` after the last use of the block."""
         self.timed_evictions += 1
         self.idle_before_eviction_seconds += seconds
 
@@ -79,12 +79,13 @@ class Tier:
         self.counters = TierCounters()
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill the device's slots.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
-        # Indexes of empty slots, longest empty first. Indexes that were never allocated are added in portions, since
-        # listing millions would delay a registration. While such indexes are left, the queue is not empty.
+        # Indexes of empty slots, in the order in which they are taken. Indexes that were never allocated are added in
+        # portions, since listing millions would delay a registration. While such indexes are left, the queue is not
+        # empty.
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
         self._refill()
-        # Set while stored blocks are read: free slots besides the empty slots.
+        # Set while stored blocks are read: free slots outside `empty`, which may hold a stored block.
         self.unread: UnreadSlots | None = None
         # The evictable blocks, and the accounts that blocks count against.
         self.accounts = TierAccounts(kind)
@@ -98,19 +99,20 @@ class Tier:
     def free(self) -> int:
         """Slots that can be allocated: empty slots and slots of cached blocks."""
         free = self.size - len(self.withheld) - self.to_withhold - self.used
-        # Pins and overwriting need no free slot, so more than the total may be in use while slots are to be withheld.
+        # Pins and overwriting take slots that hold blocks, so `used` may exceed the total while slots are to be
+        # withheld.
         return free if free > 0 else 0
 
     @property
     def num_empty(self) -> int:
-        """Slots that are not known to hold a block."""
+        """Slots without a known block; withheld slots do not count."""
         return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
         return [*self.empty, *self._fresh, *map(self.offset.__add__, self.unread or ())]
 
     def take_empty(self, *, newest: bool = False) -> int:
-        """Takes the index that has been empty longest (`newest`: shortest). Requires an empty index."""
+        """Takes the first index of the queue of empty slots (`newest`: the last). Requires an empty index."""
         if not self.empty:
             assert self.unread is not None
             return self.offset + self.unread.take()
@@ -141,7 +143,7 @@ class Tier:
 
     @property
     def num_ready(self) -> int:
-        """Withheld slots that may be used again, and those still to be withheld."""
+        """Slots that `release_withheld` can make usable: withheld without overwriting, or still to be withheld."""
         return len(self.withheld) - len(self.clearing) + self.to_withhold
 
     def release_withheld(self, count: int) -> None:
@@ -185,6 +187,7 @@ class Tier:
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that can be allocated for an account, within other accounts' floors and its own ceiling.
 
-        `claimed` are cached blocks that are about to be used. Negative if slots are missing, as above the ceiling.
+        `claimed` are cached blocks that are about to be used. Negative if slots are missing, for example if the account
+        has more blocks than its ceiling.
         """
         return self.accounts.allowed(self.free - len(claimed), account, claimed, within_ceiling=within_ceiling)

@@ -22,7 +22,7 @@ from protos.rpc.epochs import check_epoch
 # ruff: noqa: N802, ARG002
 
 
-# The limit on admissions of one call: other calls run only between its slices.
+# The limit on admissions of one call, which bounds the call's time. Other calls run between its slices.
 MAX_ADMISSIONS = 256
 # Limit on waiting for Redis while the executor's scheduler has not registered yet.
 EARLY_SECONDS = 0.2
@@ -165,7 +165,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     @logged
     def _AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
-        """Admits a sequence. Schedulers repeat a call that finds no room; only the call that admits ends in a span."""
+        """Admits a sequence. Schedulers repeat calls that find no room; only the call that admits records a span."""
         span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequences", request.traceparent)
         admission = self._manager.admit(convert.admit_request(request))
         if admission.admitted and span is not tracing.OFF:

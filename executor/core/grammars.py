@@ -327,17 +327,19 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_meaningless(keyword: str, value: object) -> bool:
-    """Returns whether a keyword of a schema forbids nothing."""
+    """Returns whether a keyword of a schema forbids nothing, as its value shows at first sight."""
     match keyword:
         case "format":
             # In the drafts of JSON Schema, every format is an annotation; unknown formats have to be ignored.
             return isinstance(value, str) and value not in _FORMATS
-        case "uniqueItems":
+        case "uniqueItems" | "not":
             return value is False
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value is True or value == {}
         case "propertyNames":
             return value is True or value in ({}, {"type": "string"})
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return value == {}
+            return isinstance(value, dict) and all(one is True or one in ([], {}) for one in value.values())
     return False
 
 

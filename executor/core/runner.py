@@ -387,6 +387,8 @@ class Runner:
             sequence.kept -= rejected
         if self._drafter is not None:
             self._drafter.keep_up(sequences, self._claim)
+            # The draft model may have waited for copies, too.
+            scheduled = replace(scheduled, waited=self._waited)
         looking = scheduled.step.looking
         windows = {s.handle: self._eviction.wanted_window(s) for s in sequences if s.handle in looking}
         scheduled.span.end()

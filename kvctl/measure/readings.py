@@ -18,12 +18,12 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # The window of hit rates.
 WINDOW_SECONDS = 60
-# A prefix that only processes of a stack export, and the metric of a process's start, which all processes export.
+# The prefix of a stack's own metrics, and the metric of a process's start, which every process exports.
 OURS, START = "kvkeep_", "process_start_time_seconds"
 
 
 def sees_all(pools: Iterable[pb.Pool]) -> bool:
-    """Whether the token, if any, is of all tenants: the token of a single tenant gets pools without counts."""
+    """Whether the token, if any, is not limited to one tenant: a tenant's token gets pools without counts of blocks."""
     return all(pool.used_blocks + pool.cached_blocks + pool.free_blocks for pool in pools)
 
 
@@ -44,7 +44,8 @@ class ShardReading:
 class Reading:
     """The services' answers at one time. trouble: services that did not answer, in words.
 
-    routed: through a router. engines: the router's list; None without a router, or if the router did not answer.
+    routed: whether requests go through a router. engines: the router's list; None without a router, or if the router
+    did not answer.
     """
 
     at: float
@@ -109,7 +110,7 @@ def read_services(session: Session, metrics: Mapping[str, str], shards: Answers[
 
 def read_shard(shard: Shard) -> ShardReading:
     pools = shard.pools()
-    # For a single tenant, counts are only known since the start.
+    # A tenant's token gets its lookups since the start only, not those of a window.
     window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stub = shard.admin.stub
     stats = {
@@ -151,7 +152,7 @@ def rates(before: Reading, now: Reading) -> dict[str, float | None]:
 
 
 def _steps_per_second(before: Reading, now: Reading) -> float | None:
-    """Steps per second of all engines that answered both times; a router itself counts messages instead."""
+    """Steps per second of all engines that answered both times. A router's own count is of messages, not of steps."""
     earlier, later = _steps(before), _steps(now)
     both = earlier.keys() & later.keys()
     return sum(max(0, later[name] - earlier[name]) for name in both) / (now.at - before.at) if both else None

@@ -223,8 +223,10 @@ class StepLoop:
         self._in_flight.popleft()
         onloaded = bool(self._batch.copies.waiting) and len(result.copied_tickets) > 0
         self._batch.commit(step, result, time.monotonic())
-        # After a stop there may be no token to compute, which says nothing about the time of decodes. Nor do drafts.
-        if result.num_tokens and not result.num_drafts:
+        # After a stop there may be no token to compute, which says nothing about the time of decodes.
+        if result.num_drafts:
+            self._budget.note_drafts()
+        elif result.num_tokens:
             self._budget.observe(len(step.decodes), step.prefill_tokens, result.compute_time.ToNanoseconds() / 1e9)
         speed = _speed(result, self._budget)
         if onloaded:

@@ -53,9 +53,9 @@ def plan_step(
     """Plans one step of at most `max_tokens` tokens over sequences in order of rank; ignores those that leave.
 
     Decodes come first, then chunks of at most `max_prefills` prefills in the given order, within the `budget`. A step
-    drafts only while no prompt waits, because drafts would hide from the budget what prompts cost. A sequence waiting
-    for another's blocks starts once the other's planned tokens, including this step's, cover them. A sequence with
-    onloads starts once all have ended.
+    drafts only while no prompt is to be computed, because drafts would hide from the budget what prompts cost. A
+    sequence waiting for another's blocks starts once the other's planned tokens, including this step's, cover them. A
+    sequence with onloads starts once all have ended.
     """
     plan = Plan()
     prefilling: list[Sequence] = []

@@ -82,6 +82,13 @@ class PrefillBudget:
             self.decode_step_seconds = median(self._decode_only)
             self._decode_times.observe(decodes, seconds)
 
+    def note_drafts(self) -> None:
+        """Notes that a step with drafts was answered. The step's time measures neither decodes nor prefills.
+
+        Contexts may have grown meanwhile, so a step that only decodes is due before the next prefill.
+        """
+        self._since_decode_only = REFRESH_STEPS
+
     def _observe_prefill(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         self._since_decode_only += 1
         each = max(0.0, seconds - self._decode_seconds(decodes)) / prompt_tokens

@@ -1,4 +1,4 @@
-"""Binds the names in a request to the tenant of the caller's token."""
+"""Makes the tenant, salt and session of a request those of the tenant of the caller's token."""
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.identity import Identity, PermissionDeniedError
@@ -20,7 +20,9 @@ def check_tenant(identity: Identity | None, named: str | None, field: str) -> st
 
 
 def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
-    """Binds salt, session and tenant to the tenant of the caller's token, if any; returns the tenant, empty for none.
+    """Sets the tenant of the caller's token, and puts the tenant before salt and session; returns the tenant.
+
+    Changes nothing if there is no token, or if the token has no tenant. The returned tenant may be empty.
 
     Raises InvalidField and PermissionDeniedError.
     """

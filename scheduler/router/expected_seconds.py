@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -56,22 +57,30 @@ def levelled(rates: Sequence[Rates], ages: Sequence[float]) -> list[Rates]:
     was slow once would get no more prompts, and could not show that it is fast again.
     """
     tokens = [one.prompt_token for one in rates]
-    faded = [
-        _faded(token, tokens[:at] + tokens[at + 1 :], age)
-        for at, (token, age) in enumerate(zip(tokens, ages, strict=True))
-    ]
+    ordered = sorted(token for token in tokens if token is not None)
+    faded = [None if token is None else _faded(token, ordered, age) for token, age in zip(tokens, ages, strict=True)]
     kept = [one._replace(prompt_token=token) for one, token in zip(rates, faded, strict=True)]
     columns = [[value for value in column if value is not None] for column in zip(*kept, strict=True)]
     medians = [median(column) if column else None for column in columns]
     return [Rates(*map(_level, one, medians)) for one in kept]
 
 
-def _faded(value: float | None, others: Sequence[float | None], age: float) -> float | None:
-    known = [other for other in others if other is not None]
-    if value is None or not known:
+def _faded(value: float, ordered: Sequence[float], age: float) -> float:
+    """Moves one of the values closer to the median of the others. ordered: all values, the lowest first."""
+    if len(ordered) == 1:
         return value
-    middle, weight = median(known), float(0.5 ** (age / HALF_LIFE_SECONDS))
+    middle, weight = _median_of_others(value, ordered), float(0.5 ** (age / HALF_LIFE_SECONDS))
     return middle + (value - middle) * weight
+
+
+def _median_of_others(value: float, ordered: Sequence[float]) -> float:
+    """Returns the median of at least two ordered values without one value.
+
+    Sorting the other values for each engine would take quadratic time.
+    """
+    without, count = bisect_left(ordered, value), len(ordered) - 1
+    lower, upper = (ordered[at + (at >= without)] for at in ((count - 1) // 2, count // 2))
+    return (lower + upper) / 2
 
 
 def _level(value: float | None, middle: float | None) -> float | None:

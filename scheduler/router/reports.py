@@ -45,8 +45,11 @@ class EngineReports:
                     self._fail(link, routed, failure, updates)
             # After the ends that the load no longer counts, and before anything is sent because of them.
             if response.HasField("loads"):
+                adapters = link.adapters
                 link.take_loads(response)
-                self._take_adapters()
+                # Looking at all engines for each report of each engine would be slow in a large fleet.
+                if link.adapters != adapters:
+                    self._take_adapters()
                 if not link.obstacle:
                     self._fleet.start_waiting()
             self._leave(link, updates)
@@ -70,7 +73,8 @@ class EngineReports:
             self._requests.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
 
     def look_at(self, links: Iterable[EngineLink]) -> None:
-        """Moves the samples of silent engines."""
+        """Moves the samples of silent engines; refuses waiting samples whose adapter no engine has any more."""
+        self._take_adapters()
         for link in links:
             updates = RequestUpdates(at=time.monotonic())
             self._leave(link, updates)

@@ -31,9 +31,10 @@ class BlockCopier:
     def run(
         self, copy: Copy, after: Any, source_read: Callable[[], None], together: int
     ) -> Generator[None, None, None]:
-        """Begins a copy, once the device is past the mark `after`; yields; ends the copy after `finish`.
+        """Begins a copy and yields; the caller calls `finish`, then resumes the generator, which ends the copy.
 
-        source_read: called when the source may be overwritten, if that is before the end. together: number of copies
+        Copies from and to the device begin once the device is past the mark `after`. source_read: called once the
+        source may be overwritten; not called if that is only when the copy ends. together: number of copies
         that the thread begins before it calls `finish`. Raises CacheSlotError, OSError, RuntimeError.
         """
         begin = time.perf_counter()
@@ -67,7 +68,7 @@ class BlockCopier:
         yield
         source_read()
         if not target.in_place:
-            # Only now, because a disk may be slow, and the source slot is needed.
+            # Claimed only now: a slow disk must not delay the release of the source slot.
             target.claim(*slot)
         checksum = _digest(data) if self._checksums else 0
         target.store(*slot, data)
@@ -75,7 +76,7 @@ class BlockCopier:
         _count(copy, data)
 
     def _onload(self, copy: Copy, after: Any) -> Generator[None, None, None]:
-        # While this thread verifies a block, the device copies the previous block.
+        # On a GPU, the device copies the previous block while this thread verifies a block.
         data, _ = self._good(copy)
         self._device.begin_write(copy.group, copy.target, data, after)
         yield

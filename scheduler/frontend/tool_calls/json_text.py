@@ -1,4 +1,4 @@
-"""Reads JSON that arrives in pieces, and writes each piece as soon as it is known to belong to valid JSON."""
+"""Parses JSON that arrives in pieces; writes each part, repaired if necessary, once it continues a valid beginning."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _ESCAPED = re.compile(r'["\\/bfnrt]')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 # The first and the second surrogate of a pair, as escapes.
 _FIRST_HALF, _SECOND_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-# Replaces an unpaired surrogate, which a caller could not send back.
+# Replaces an unpaired surrogate: a later request that contained one would be refused.
 _REPLACEMENT = "\\ufffd"
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
@@ -23,7 +23,9 @@ _MAX_SCALAR = 4000
 
 
 def read_value(source: Source, write: Write, levels: int = MAX_LEVELS) -> Steps[None]:
-    """Reads a value. Raises MismatchError if the text is not JSON, or is nested more than `levels` deep."""
+    """Reads a value, and repairs strings. Raises MismatchError for text that is not JSON, is nested more than `levels`
+    deep, or has a very long number.
+    """
     match (yield from source.peek()):
         case '"':
             yield from _read_string(source, write)
@@ -46,7 +48,7 @@ def read_text(source: Source) -> Steps[str]:
 
 
 def object_in(text: str) -> str:
-    """Returns the object that a whole text is, as JSON text. Raises MismatchError for any other text."""
+    """Returns the JSON object that makes up the whole text, as JSON text. Raises MismatchError for any other text."""
     source = Source()
     source.push(text)
     source.end()
@@ -107,7 +109,7 @@ def _read_string(source: Source, write: Write) -> Steps[None]:
 
 
 def _read_escape(source: Source, write: Write) -> Steps[None]:
-    """Reads an escape, or two escapes for one character. An unpaired surrogate becomes U+FFFD."""
+    """Reads an escape, and the escapes after a first surrogate. Each unpaired surrogate becomes U+FFFD."""
     escape = yield from source.following(2)
     if escape[1] == "u":
         escape += yield from source.following(4)

@@ -9,9 +9,9 @@ from scheduler.frontend.tool_calls.definitions import Tool
 
 
 def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> str:
-    """Returns the JSON schema, as text, of an output that is nothing but calls.
+    """Returns the JSON schema, as text, of an output that calls tools.
 
-    name: the tool whose parameters the output is; if empty, the output is an array of calls.
+    name: the tool whose arguments form the output. If the name is empty, the output is an array of calls.
     """
     if name:
         return arguments_schema(next(tool for tool in tools if tool.name == name))
@@ -49,7 +49,7 @@ def _of_object(tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> Any:
-    """Returns a schema whose references to itself lead to its place in an enclosing schema."""
+    """Returns the schema with its references to itself redirected to its place in an enclosing schema."""
     own = schema.get("$id")
 
     def change(found: dict[str, Any]) -> dict[str, Any]:

@@ -36,5 +36,5 @@ def test_cache_use_is_the_mean_and_the_most_of_all_looks() -> None:
 
 @pytest.mark.parametrize(("free", "ending"), [(0, Ending.EXHAUSTED), (90, Ending.BOUND)])
 def test_requests_wait_for_blocks_or_for_the_scheduler(free: int, ending: Ending) -> None:
-    pool = kvcache_pb2.Pool(block_size=4, total_blocks=100, free_blocks=free)
-    assert why_requests_wait(pool, 8) is ending
+    pools = [kvcache_pb2.Pool(block_size=4, total_blocks=100, free_blocks=blocks) for blocks in (free, 100)]
+    assert why_requests_wait(pools, 8) is ending

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.batch import SequenceState
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
+from executor.core.draft_model import Claim
 from executor.core.drafts import Decodes, DraftCosts, Drafter, NgramProposer, count_accepted
 from executor.core.sampler import SamplingRow, sample
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
@@ -313,3 +315,14 @@ def test_the_time_that_a_step_waits_for_copies_is_no_cost_of_drafts(tiny: Model)
     # Less than no time is none.
     assert set(noted) == {0.0}
     assert all(output.compute_time == 0 and output.idle_time > 3600 for output in outputs)
+
+
+def test_the_time_that_a_draft_model_waits_for_copies_is_no_computation_of_the_step(tiny: Model) -> None:
+    class Lagging(Drafter):
+        def keep_up(self, sequences: Sequence[SequenceState], claim: Claim) -> None:
+            claim(())
+
+    drafter = Lagging(MOST, lambda *_: NgramProposer(PROMPT), FreeDrafts)
+    outputs = run(Driver(tiny, tiers=SlowTiers, drafter=drafter), Sampling(), 6)
+    # Each step waits before it evicts, before it writes, and for the draft model.
+    assert {(one.compute_time, round(one.idle_time / 3600)) for one in outputs} == {(0.0, 3)}

@@ -117,12 +117,28 @@ def test_the_schema_true_writes_json_like_an_empty_schema(grammars: Grammars) ->
 
 @pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
 def test_keywords_that_forbid_nothing_are_no_obstacle(grammars: Grammars, names: object) -> None:
-    nothing = {"propertyNames": names, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}}
+    nothing = {
+        "propertyNames": names,
+        "dependentRequired": {"a": []},
+        "dependentSchemas": {"a": {}, "b": True},
+        "dependencies": {},
+        "not": False,
+        "unevaluatedProperties": True,
+        "unevaluatedItems": {},
+    }
     matcher = grammars.matcher(
         of("json_schema", {"type": "object", "additionalProperties": {"type": "null"}} | nothing)
     )
     matcher.take(TOKENIZER.encode('{"b": null}').ids)
     assert allowed(matcher) == [{EOS, OTHER_EOS}]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"not": True}, {"unevaluatedProperties": False}, {"dependentSchemas": {"a": False}}, {"not": {}}]
+)
+def test_keywords_that_forbid_something_are_refused(grammars: Grammars, schema: dict[str, object]) -> None:
+    with pytest.raises(GrammarError):
+        grammars.matcher(of("json_schema", {"type": "object"} | schema))
 
 
 @pytest.mark.parametrize("is_open", [{}, {"additionalProperties": True}, {"additionalProperties": {}}])
@@ -419,7 +435,7 @@ REFUSED: list[dict[str, object]] = [
     {"type": "object", "propertyNames": {"pattern": "a"}},
     {"type": "array", "uniqueItems": True},
     {"type": "object", "dependentRequired": {"a": ["b"]}},
-    {"type": "object", "dependentSchemas": {"a": {}}},
+    {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
     {"type": "object", "dependencies": {"a": ["b"]}},
     {"type": "object", "unevaluatedProperties": False},
     {"type": "array", "unevaluatedItems": False},

@@ -7,6 +7,7 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
+from scheduler.router import process
 from tests.support.generation import generate, generate_samples, greedy_request
 from tests.support.patience import patience
 from tests.support.scheduler.fleet import Engine, Fleet, run_fleet
@@ -94,6 +95,26 @@ async def test_a_stream_continues_on_another_engine_that_has_its_adapter(tmp_pat
         for seed, task in enumerate(running):
             assert (await task).token_ids == expected(prompt_of(21, seed), 60, adapter_id=identity)
         assert not fleet.engines[0].executor.steps
+
+
+async def test_a_stream_whose_adapter_left_with_its_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOOKUP_SECONDS", 0.02)
+    monkeypatch.setattr(process, "WATCH_SECONDS", 0.02)
+    listed = tmp_path / "engines"
+    listed.write_text("\n".join(f"unix:{tmp_path}/engine-{number}/scheduler" for number in range(2)))
+    async with run_fleet(tmp_path, engines=f"file://{listed}") as fleet:
+        await load(fleet.engines[1], "sql")
+        await known(fleet, [], ["sql"])
+        fleet.engines[1].executor.step_seconds = 0.01
+        begun = asyncio.Event()
+        running = asyncio.create_task(refusal(generate(fleet.stub, asking("sql", 1, 200), begun=begun)))
+        await begun.wait()
+        await fleet.engines[1].kill()
+        # Until the address of the engine is gone, the engine may return with its adapter, so the request waits.
+        listed.write_text(fleet.engines[0].address)
+        assert (await running).reason == "ADAPTER_LOST"
 
 
 async def test_the_models_of_a_fleet_are_those_of_its_engines(tmp_path: Path) -> None:

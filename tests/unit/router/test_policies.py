@@ -1,10 +1,20 @@
 """Which engine each policy chooses."""
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from scheduler.router.expected_seconds import Candidate, Match, Rates, levelled, seconds_to_first_token
+from scheduler.router.expected_seconds import (
+    Candidate,
+    Match,
+    Rates,
+    _median_of_others,
+    levelled,
+    seconds_to_first_token,
+)
 from scheduler.router.policies import (
     IMBALANCE,
     POLICIES,
@@ -68,6 +78,13 @@ def test_an_engine_that_was_slow_once_is_as_fast_as_the_others_after_a_while(oth
     assert ratio(0.0) == pytest.approx(6.0)
     assert 1.5 < ratio(5.0) < 6.0
     assert ratio(40.0) == 1.0
+
+
+@given(st.lists(st.floats(1e-6, 1.0) | st.sampled_from([0.25, 0.5]), min_size=2, max_size=12))
+def test_the_others_of_each_engine_have_the_median_of_a_list_without_the_engine(values: list[float]) -> None:
+    ordered = sorted(values)
+    for at, value in enumerate(values):
+        assert _median_of_others(value, ordered) == median(values[:at] + values[at + 1 :])
 
 
 @pytest.mark.parametrize(

@@ -289,3 +289,12 @@ def test_a_prompt_token_takes_its_share_of_whole_steps_and_the_ends_of_prompts_d
     assert budget.prefill_token_seconds == pytest.approx(0.0005)
     budget.observe(0, 300, 0.06)
     assert budget.prefill_token_seconds == pytest.approx(0.11 / 400)
+
+
+def test_after_steps_with_drafts_a_step_that_only_decodes_is_due() -> None:
+    budget = seen((4, 0, 0.01), (4, 64, 0.02))
+    assert budget.max_prefill_tokens(4, 4, 1)
+    budget.note_drafts()
+    assert budget.max_prefill_tokens(4, 4, 1) == 0
+    # A single such step.
+    assert budget.max_prefill_tokens(4, 4, 1)

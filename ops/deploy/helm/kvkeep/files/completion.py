@@ -33,11 +33,11 @@ def fault(answer):
     """What is wrong with an answer; empty when nothing is."""
     choices, usage = answer.get("choices") or [], answer.get("usage") or {}
     if len(choices) != 1 or choices[0].get("finish_reason") not in ("stop", "length"):
-        return "there is not one choice that ended"
+        return "the answer must have exactly one choice, with finish_reason stop or length"
     if not choices[0].get("text"):
         return "there is no text"
     if not usage.get("prompt_tokens") or not 0 < usage.get("completion_tokens", 0) <= ASKED["max_tokens"]:
-        return "the usage is not that of the request"
+        return "the usage must have prompt_tokens above 0, and completion_tokens from 1 to max_tokens"
     return ""
 
 
