@@ -50,7 +50,8 @@ _FILE_BYTES, _PAGE_BYTES = 1800, 2000
 WORKLOADS = ("chat", "edits", "quotes", "agent", "again", "32 streams")
 TOKENS = {"chat": 192, "32 streams": 96}
 _STREAMS = 32
-_COUNTERS = ("drafted_tokens_total", "accepted_drafts_total", "step_seconds_count")
+# Where drafts are from, as the executor's metrics say.
+_METHODS = ("ngram", "continuation", "draft_model")
 
 
 def _edit(path: str, name: str, new: str) -> str:
@@ -90,15 +91,15 @@ def prompts(workload: str) -> list[str]:
 
 @dataclass
 class Run:
-    """One run of a workload on one stack: milliseconds per token, tokens drafted and accepted, and steps.
+    """One run of a workload on one stack: milliseconds per token, and steps.
 
-    processor_ms: processor time of the executor per token, prompts included.
+    processor_ms: processor time of the executor per token, prompts included. drafted, accepted: tokens by method.
     """
 
     token_ms: float
     processor_ms: float
-    drafted: int
-    accepted: int
+    drafted: list[int]
+    accepted: list[int]
     steps: int
     outputs: list[list[int]] = field(repr=False)
 
@@ -115,9 +116,14 @@ class Side:
             executor_metrics_address=self._metrics,
         )
 
-    def _counters(self) -> list[int]:
-        values = {name: value for name, _, value in metrics(self._metrics)}
-        return [int(values.get(f"kvkeep_executor_{name}", 0)) for name in _COUNTERS]
+    def _counters(self) -> tuple[list[int], list[int], int]:
+        """Drafted tokens and accepted drafts, by method, and steps."""
+        values = {(name, labels): int(value) for name, labels, value in metrics(self._metrics)}
+        drafted, accepted = (
+            [values[f"kvkeep_executor_{name}_total", f'method="{method}"'] for method in _METHODS]
+            for name in ("drafted_tokens", "accepted_drafts")
+        )
+        return drafted, accepted, values["kvkeep_executor_step_seconds_count", ""]
 
     def run(self, workload: str, inputs: Sequence[Sequence[int]], salt: str) -> Run:
         """Runs all requests: at once for the 32 streams, else one after the other."""
@@ -128,10 +134,17 @@ class Side:
         executor = psutil.Process(self.stack.pid("executor"))
         before, began, at_once = self._counters(), executor.cpu_times(), workload == "32 streams"
         outputs = asyncio.run(generate_all(self.stack.scheduler, requests, concurrency=_STREAMS if at_once else 1))
-        drafted, accepted, steps = (int(b - a) for a, b in zip(before, self._counters(), strict=True))
-        ended, ids = executor.cpu_times(), [output.token_ids for output in outputs]
+        after, ended, ids = self._counters(), executor.cpu_times(), [output.token_ids for output in outputs]
+        drafted, accepted = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], after[:2], strict=True))
         taken = ended.user - began.user + ended.system - began.system
-        return Run(_token_ms(outputs, at_once=at_once), 1e3 * taken / sum(map(len, ids)), drafted, accepted, steps, ids)
+        return Run(
+            token_ms=_token_ms(outputs, at_once=at_once),
+            processor_ms=1e3 * taken / sum(map(len, ids)),
+            drafted=drafted,
+            accepted=accepted,
+            steps=after[2] - before[2],
+            outputs=ids,
+        )
 
 
 def _token_ms(outputs: Sequence[Output], *, at_once: bool) -> float:
@@ -187,8 +200,7 @@ def main(arguments: list[str]) -> int:
         "gain",
         "gain in\nCPU time",
         "gain in\nsteps",
-        "drafted",
-        "accepted",
+        *(f"{method}:\naccepted" for method in _METHODS),
         "different\noutputs",
     ]
     print(table(header, rows))
@@ -214,8 +226,11 @@ def _figures(dtype: str, workload: str, runs: Sequence[Sequence[Run]]) -> dict[s
         "processor_gain": statistics.median(a.processor_ms / b.processor_ms for a, b in runs),
         "without_processor_ms": statistics.median(without.processor_ms for without, _ in runs),
         "with_processor_ms": statistics.median(with_drafts.processor_ms for _, with_drafts in runs),
-        "drafted": sum(with_drafts.drafted for _, with_drafts in runs),
-        "accepted": sum(with_drafts.accepted for _, with_drafts in runs),
+        **{
+            f"{method}_{name}": sum(getattr(with_drafts, name)[index] for _, with_drafts in runs)
+            for index, method in enumerate(_METHODS)
+            for name in ("drafted", "accepted")
+        },
         "without_steps": sum(without.steps for without, _ in runs),
         "with_steps": sum(with_drafts.steps for _, with_drafts in runs),
         "outputs": len(pairs),
@@ -223,8 +238,11 @@ def _figures(dtype: str, workload: str, runs: Sequence[Sequence[Run]]) -> dict[s
     }
 
 
+def _share(accepted: int, drafted: int) -> str:
+    return f"{accepted / drafted:.0%} of {drafted}" if drafted else ""
+
+
 def _row(figures: dict[str, Any]) -> list[str]:
-    drafted = figures["drafted"]
     return [
         figures["dtype"],
         figures["workload"],
@@ -233,8 +251,7 @@ def _row(figures: dict[str, Any]) -> list[str]:
         f"{figures['gain']:.2f}",
         f"{figures['processor_gain']:.2f}",
         f"{figures['without_steps'] / figures['with_steps']:.2f}",
-        str(drafted),
-        f"{figures['accepted'] / drafted:.0%}" if drafted else "",
+        *(_share(figures[f"{method}_accepted"], figures[f"{method}_drafted"]) for method in _METHODS),
         f"{figures['different_outputs']} of {figures['outputs']}",
     ]
 

@@ -14,8 +14,8 @@ IDLE_SECONDS = Counter(
 )
 TOKENS = Counter("kvkeep_executor_tokens", "Tokens computed.")
 SAMPLED = Counter("kvkeep_executor_sampled_tokens", "Tokens sampled.")
-DRAFTED = Counter("kvkeep_executor_drafted_tokens", "Drafted tokens computed.")
-ACCEPTED = Counter("kvkeep_executor_accepted_drafts", "Drafted tokens that were accepted.")
+DRAFTED = Counter("kvkeep_executor_drafted_tokens", "Drafted tokens computed.", ["method"])
+ACCEPTED = Counter("kvkeep_executor_accepted_drafts", "Drafted tokens that were accepted.", ["method"])
 FAILED_STEPS = Counter("kvkeep_executor_failed_steps", "Failed steps.")
 
 COPIED_BYTES = Counter("kvkeep_executor_copied_bytes", "Bytes copied between tiers.", ["source", "target"])

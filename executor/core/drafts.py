@@ -13,10 +13,12 @@ on the seed and the output position, the output not only has the same distributi
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from itertools import count
 from statistics import median
 from typing import NamedTuple
 
+from executor import metrics
 from executor.batch import SequenceState
 from executor.core.draft_model import Claim, DraftModel
 
@@ -50,6 +52,25 @@ def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_i
     return len(token_ids)
 
 
+class Method(StrEnum):
+    """Where drafts are from: the sequence's own text, a cached text that may follow the prompt, or a draft model."""
+
+    NGRAM = "ngram"
+    CONTINUATION = "continuation"
+    DRAFT_MODEL = "draft_model"
+
+
+# The metrics of drafted tokens and of accepted drafts; here, so that unused methods are 0.
+_METRICS = {method: (metrics.DRAFTED.labels(method), metrics.ACCEPTED.labels(method)) for method in Method}
+
+
+class Proposed(NamedTuple):
+    """The drafts of a sequence in a step: where they are from, and how many there are."""
+
+    method: Method
+    drafts: int
+
+
 class NgramProposer:
     """Proposes what followed the sequence's last tokens at an earlier place in output, prompt or continuation.
 
@@ -62,6 +83,7 @@ class NgramProposer:
     def __init__(self, token_ids: Sequence[int], continuation: Sequence[int] = ()) -> None:
         """token_ids: the sequence's tokens so far. continuation: tokens that may follow them."""
         self._text = [*continuation, _GAP, *token_ids]
+        self._continuation = len(continuation)
         # The last place in the text after each run of tokens.
         self._places = [
             dict(zip(zip(*(self._text[start:] for start in range(size)), strict=False), count(size))) for size in _SIZES
@@ -75,6 +97,12 @@ class NgramProposer:
     def chance(self) -> float:
         """The chance that the proposal for the next token is right; 0 without a proposal."""
         return self._chances[self._level] if self._next is not None and self._text[self._next] != _GAP else 0.0
+
+    @property
+    def method(self) -> Method:
+        """Where the proposal for the next token is from."""
+        is_cached = self._next is not None and self._next < self._continuation
+        return Method.CONTINUATION if is_cached else Method.NGRAM
 
     @property
     def _level(self) -> int:
@@ -192,8 +220,8 @@ class Drafter:
         self._decodes = Decodes()
         self._model = model
         self._chances: dict[int, ModelChance] = {}
-        # How many drafts of the last step came from the draft model, by sequence.
-        self._by_model: dict[int, int] = {}
+        # The last step's drafts, by sequence.
+        self._proposed: dict[int, Proposed] = {}
 
     def remove(self, handle: int) -> None:
         """Removes a sequence that has left."""
@@ -218,7 +246,7 @@ class Drafter:
         """
         proposed: dict[int, list[int]] = {}
         of_model: dict[int, int] = {}
-        self._by_model, left = {}, MOST_ROWS
+        self._proposed, left = {}, MOST_ROWS
         for handle, most in allowed.items():
             worth, modelled = self._worth(handle, decodes), self._worth_of_model(handle, decodes)
             if modelled and self._chances[handle].chance > self._proposers[handle].chance:
@@ -226,10 +254,11 @@ class Drafter:
                 left -= of_model[handle]
             elif drafts := self._proposers[handle].propose(min(most, left, worth)) if worth else []:
                 proposed[handle] = drafts
+                self._proposed[handle] = Proposed(self._proposers[handle].method, len(drafts))
                 left -= len(drafts)
         if self._model is not None and of_model:
             found = self._model.propose(of_model, claim)
-            self._by_model = {handle: len(drafts) for handle, drafts in found.items()}
+            self._proposed |= {handle: Proposed(Method.DRAFT_MODEL, len(drafts)) for handle, drafts in found.items()}
             proposed |= found
         return proposed
 
@@ -242,10 +271,15 @@ class Drafter:
             proposer = self._proposers[handle] = self._proposer(sequence.tokens.tolist(), sequence.continuation)
         for token_id in token_ids:
             proposer.append(token_id)
+        accepted, proposed = len(token_ids) - 1, self._proposed.get(handle)
+        if proposed is not None:
+            drafted_tokens, accepted_drafts = _METRICS[proposed.method]
+            drafted_tokens.inc(proposed.drafts)
+            accepted_drafts.inc(accepted)
         if self._model is not None:
             self._model.append(sequence, token_ids)
-            chance = self._chances.setdefault(handle, ModelChance())
-            chance.note(self._by_model.get(handle, 0), len(token_ids) - 1)
+            by_model = proposed.drafts if proposed is not None and proposed.method is Method.DRAFT_MODEL else 0
+            self._chances.setdefault(handle, ModelChance()).note(by_model, accepted)
         # A sequence that had drafts will soon need drafts again after an unforeseen token.
         before = self._wanted.pop(handle, 0)
         worth = max(self._worth(handle, self._decodes), self._worth_of_model(handle, self._decodes))
@@ -270,7 +304,7 @@ class Drafter:
     def observe(self, decodes: Decodes, drafts: int, seconds: float) -> None:
         """Takes the time of a step that only decoded."""
         self._decodes = decodes
-        by_model = sum(self._by_model.values())
+        by_model = sum(found.drafts for found in self._proposed.values() if found.method is Method.DRAFT_MODEL)
         for costs, own in ((self._costs, drafts - by_model), (self._model_costs, by_model)):
             # For a step with drafts of both kinds, the time of each kind is not known.
             if own == drafts:

@@ -115,8 +115,6 @@ class Outbox:
         metrics.IDLE_SECONDS.inc(max(output.idle_time, 0))
         metrics.TOKENS.inc(output.num_tokens)
         metrics.SAMPLED.inc(len(output.sampled))
-        metrics.DRAFTED.inc(output.num_drafts)
-        metrics.ACCEPTED.inc(output.num_accepted)
         if not session.closed:
             session.deliver(self._with_onloads(session, output))
         if output.tickets:

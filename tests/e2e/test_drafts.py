@@ -67,8 +67,8 @@ def request_of(seed: int, sampling: str = "greedy", **fields: object) -> pb.Stre
 
 def accepted(stack: Stack) -> float:
     """Drafts that the executor has accepted so far."""
-    values = {name: value for name, _, value in metrics(stack.executor_metrics)}
-    return values["kvkeep_executor_accepted_drafts_total"]
+    name = "kvkeep_executor_accepted_drafts_total"
+    return sum(value for other, _, value in metrics(stack.executor_metrics) if other == name)
 
 
 async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]:

@@ -3,18 +3,20 @@
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import sub
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from executor.batch import SequenceState
 from executor.cache.tiers.hazards import SlotRef
 from executor.cache.tiers.tiers import Tiers
 from executor.core.draft_model import Claim
-from executor.core.drafts import Decodes, DraftCosts, Drafter, NgramProposer, count_accepted
+from executor.core.drafts import Decodes, DraftCosts, Drafter, Method, NgramProposer, count_accepted
 from executor.core.sampler import SamplingRow, sample
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.forward import Model
@@ -159,6 +161,33 @@ def test_the_real_proposer_finds_what_repeats(tiny: Model, sampling: Sampling) -
         outputs.append(driver.step(drafts={1: wanted} if wanted else {}))
         got += [token.token_id for token in outputs[-1].sampled]
     assert got[:60] == expected
+
+
+def counted() -> dict[str, tuple[float, float]]:
+    """Tokens drafted and drafts accepted so far in this process, by method."""
+    names = ("kvkeep_executor_drafted_tokens_total", "kvkeep_executor_accepted_drafts_total")
+    return {
+        method: tuple(REGISTRY.get_sample_value(name, {"method": method}) or 0 for name in names) for method in Method
+    }
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_drafts_are_counted_by_the_method_that_proposed_them(tiny: Model, method: Method) -> None:
+    prompt = PROMPT * 4 if method is Method.NGRAM else PROMPT
+    expected = [token.token_id for token in Driver(tiny).generate(1, prompt, 20)]
+    draft = tiny if method is Method.DRAFT_MODEL else None
+    driver = Driver(tiny, draft=draft, drafter=None if draft else Drafter(MOST, costs=FreeDrafts))
+    continuation = expected if method is Method.CONTINUATION else []
+    before = counted()
+    joining = replace(driver.new_sequence(1, prompt), continuation=continuation)
+    outputs = [driver.step(new_sequences=(joining,), chunks={1: len(prompt)})]
+    while not (drafts := outputs[-1].wanted_drafts):
+        outputs.append(driver.step())
+    outputs.append(driver.step(drafts=drafts))
+    drafted, accepted = outputs[-1].num_drafts, outputs[-1].num_accepted
+    assert drafted > 0
+    changed = {name: tuple(map(sub, now, before[name])) for name, now in counted().items() if now != before[name]}
+    assert changed == {method: (drafted, accepted)}
 
 
 def test_a_sequence_with_an_eviction_policy_has_no_drafts(tiny: Model) -> None:
