@@ -135,7 +135,9 @@ class Side:
         before, began, at_once = self._counters(), executor.cpu_times(), workload == "32 streams"
         outputs = asyncio.run(generate_all(self.stack.scheduler, requests, concurrency=_STREAMS if at_once else 1))
         after, ended, ids = self._counters(), executor.cpu_times(), [output.token_ids for output in outputs]
-        drafted, accepted = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], after[:2], strict=True))
+        drafted, accepted = (
+            [b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], after[:2], strict=True)
+        )
         taken = ended.user - began.user + ended.system - began.system
         return Run(
             token_ms=_token_ms(outputs, at_once=at_once),

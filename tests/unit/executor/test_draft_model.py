@@ -14,7 +14,7 @@ from executor.cache.shares import Shares
 from executor.cache.tiers.device import CpuBlocks
 from executor.cache.tiers.hazards import SlotRef
 from executor.core.draft_model import Draft
-from executor.core.drafts import Decodes, DraftCosts, ModelChance
+from executor.core.drafts import Decodes, DraftCosts, Method, ModelChance, Proposed
 from executor.errors import ModelError
 from executor.models.files import ModelFiles
 from executor.models.forward import Model
@@ -287,11 +287,11 @@ def test_drafts_of_both_kinds_have_costs_of_their_own(model: Model, same: Model)
     drafter._costs, drafter._model_costs, one = DraftCosts(), DraftCosts(), Decodes(1, 10)
     for _ in range(10):
         drafter.observe(one, 0, 0.010)
-        drafter._by_model = {1: 4}
+        drafter._proposed = {1: Proposed(Method.DRAFT_MODEL, 4)}
         drafter.observe(one, 4, 0.026)
-        drafter._by_model = {}
+        drafter._proposed = {1: Proposed(Method.NGRAM, 4)}
         drafter.observe(one, 4, 0.014)
-        drafter._by_model = {1: 2}
+        drafter._proposed = {1: Proposed(Method.DRAFT_MODEL, 2), 2: Proposed(Method.NGRAM, 2)}
         # Of both: it says nothing.
         drafter.observe(Decodes(2, 10), 4, 1.0)
     assert drafter._model_costs.least_chance(one) == pytest.approx(0.4, abs=0.05)
