@@ -18,6 +18,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as kvcommon
 from tests.chaos.stage import RESTART_SECONDS, Stage
 from tests.support.generation import generate, greedy_request
 from tests.support.patience import patience
@@ -33,6 +34,8 @@ RETURN_SECONDS = patience(60)
 REPEATED, CHARACTERS = 6, 1200
 # A prompt that copies blocks of another prompt is not cached if it is answered before the copy is confirmed.
 STEADY_ROUNDS = 3
+# Of the repeated prompts for this time: pools are full of the load's blocks, some of which keep a high priority.
+HIGHEST_PRIORITY, PRIORITY_SECONDS = 100, 60
 REGISTERED = "registered with the cache manager"
 
 # Pool, tier and slot.
@@ -172,18 +175,31 @@ class ExecutorLog:
         return {}
 
 
-async def steady_hit_rate(address: str) -> float:
-    """Cached tokens of repeated prompts, as a share of the tokens that can be cached: all but the last of each."""
-    texts = [f"Set {index}: {prose(index)[index * 613 :][:CHARACTERS]}" for index in range(REPEATED)]
-    usable = cached = 0
+async def steady_hit_rate(address: str) -> tuple[float, list[str]]:
+    """How much of repeated prompts is cached in the end.
+
+    Returns the cached tokens as a share of the tokens that can be cached, which are all but the last of each prompt,
+    and the prompts that were not cached completely, with the reasons.
+    """
+    requests = []
+    for index in range(REPEATED):
+        text = f"Set {index}: {prose(index)[index * 613 :][:CHARACTERS]}"
+        requests.append(pb.StreamGenerateRequest(text=text, max_tokens=1))
+        requests[-1].cache.explain_miss = True
+        retained = requests[-1].cache.retention_ranges.add(start=0, retention_priority=HIGHEST_PRIORITY)
+        retained.retention_duration.FromSeconds(PRIORITY_SECONDS)
+    usages: list[pb.Usage] = []
     async with grpc.aio.insecure_channel(address) as channel:
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
         for _ in range(STEADY_ROUNDS):
-            requests = [pb.StreamGenerateRequest(text=text, max_tokens=1) for text in texts]
             usages = [(await generate(stub, request, RETURN_SECONDS)).usage for request in requests]
-            usable = sum(usage.prompt_tokens - 1 for usage in usages)
-            cached = sum(usage.cached_tokens for usage in usages)
-    return cached / usable
+    usable, cached = ([usage.prompt_tokens - 1 for usage in usages], [usage.cached_tokens for usage in usages])
+    missed = [
+        f"{found} of {most} tokens of prompt {index} ({kvcommon.MissCause.Name(usage.prefix_miss.cause)})"
+        for index, (found, most, usage) in enumerate(zip(cached, usable, usages, strict=True))
+        if found < most
+    ]
+    return sum(cached) / sum(usable), missed
 
 
 async def ttft_seconds(address: str, prompts: Iterable[list[int]]) -> float:

@@ -178,7 +178,7 @@ async def fleet(seed: int, seconds: float, tell: Tell, *, real: bool = False) ->
         known = await learn(prober.stub("router-0"), tell, evicting=False)
         names = [f"router-{router}" for router in range(ROUTERS)]
         addresses = [str(stage.stack.address(name)) for name in names]
-        hit_rate = await steady_hit_rate(addresses[0])
+        hit_rate, _ = await steady_hit_rate(addresses[0])
         load = Load(addresses, known, seed, FLEET_CLIENTS, lambda one, begin, end: stage.silent(names[one], begin, end))
         report.tally = load.tally
         run = Run(stage, load, report, tell)
@@ -191,9 +191,9 @@ async def fleet(seed: int, seconds: float, tell: Tell, *, real: bool = False) ->
         report.faults += [*load.tally.faults, *await check_fleet(stage, prober, known)]
         report.checked.append("every slot free or cached, no sequence, hold or ended lease left")
         report.checked.append("both routers expect what admissions find")
-        report.hit_rates = [hit_rate, *[await steady_hit_rate(address) for address in addresses]]
-        if min(report.hit_rates) < hit_rate:
-            report.faults.append("fewer tokens of the repeated prompts are cached than before")
+        report.hit_rates = [hit_rate]
+        for address in addresses:
+            await _check_hit_rate(report, address)
         report.faults += await check_fleet_store(stage, prober)
         report.checked.append("indexes and Redis agree")
         report.faults += [*prober.faults, *contradictions(stage), *stage.failures]
@@ -224,7 +224,7 @@ async def _running(
         tell(f"the stack serves after {time.monotonic() - begin:.1f} s; its logs are in {stage.stack.folder}")
         async with grpc.aio.insecure_channel(address) as channel:
             known = await learn(generation_rpc.GenerationServiceStub(channel), tell)
-        hit_rate = await steady_hit_rate(address)
+        hit_rate, _ = await steady_hit_rate(address)
         tell(f"{len(known)} requests are known after {time.monotonic() - begin:.1f} s")
         load = Load([address], known, seed, clients, lambda _, begin, end: stage.absent("scheduler", begin, end))
         report.tally = load.tally
@@ -237,9 +237,8 @@ async def _running(
             await load.stop()
         report.faults += [*load.tally.faults, *await check_pools(manager)]
         report.checked.append("every slot free or cached, CheckPool")
-        report.hit_rates = [hit_rate, await steady_hit_rate(address)]
-        if report.hit_rates[-1] < report.hit_rates[0]:
-            report.faults.append("fewer tokens of the repeated prompts are cached than before")
+        report.hit_rates = [hit_rate]
+        await _check_hit_rate(report, address)
         if proxied:
             await run.kill_executor_in_calm()
         report.faults += await check_store(stage, manager)
@@ -250,6 +249,14 @@ async def _running(
         report.deaths = [dataclasses.replace(death, at=death.at - begin) for death in report.deaths]
         report.seconds = time.monotonic() - begin
         _keep_logs(stage, report, tell)
+
+
+async def _check_hit_rate(report: Report, address: str) -> None:
+    """Adds the hit rate of repeated prompts, and a fault if the hit rate is lower than the first."""
+    hit_rate, missed = await steady_hit_rate(address)
+    report.hit_rates.append(hit_rate)
+    if hit_rate < report.hit_rates[0]:
+        report.faults.append(f"fewer tokens of the repeated prompts are cached than before: {', '.join(missed)}")
 
 
 def _keep_logs(stage: Stage, report: Report, tell: Tell) -> None:
