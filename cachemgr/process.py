@@ -45,7 +45,7 @@ DATA_SERVICE = "kvcache.v1.CacheManagerService"
 ADMIN_SERVICE = "kvcache.v1.CacheAdminService"
 EVENT_SERVICE = "kvcache.v1.CacheEventService"
 
-# Reported on the admin address; all services continue without Redis.
+# Names of health checks on the admin address. All services continue if Redis or the operation log fails.
 REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
 # Seconds between two looks for stalls: a stall may be longer than measured by at most this time.
@@ -78,7 +78,7 @@ class CacheManagerProcess:
         )
         managed = ManagerClock(clock)
         queue = PendingChanges(settings.redis_max_pending) if settings.redis_url else None
-        # Nanoseconds since 1970 grow with every start.
+        # The epoch is the time of the start: a later start has a larger epoch.
         self._manager = CacheManager(time.time_ns(), managed, config, queue, queue, ghosts_of)
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
@@ -153,13 +153,15 @@ class CacheManagerProcess:
         return server
 
     async def start(self) -> None:
-        """Reads operators' settings if Redis answers quickly, listens, and reports healthy. Raises AddressError."""
+        """Reads operators' settings, unless Redis is slow; then listens and reports healthy. Raises AddressError."""
         if self._store is not None:
             await self._store.start()
         else:
             # Redis is neither up nor down.
             UP.set(math.nan)
-            log.warning("KVKEEP_REDIS_URL names no redis: a restart of the cache manager loses the cache")
+            log.warning(
+                "KVKEEP_REDIS_URL is empty: a restart of the cache manager loses the cache and operators' settings"
+            )
         await self._server.start()
         REGISTRY.register(self._collector)
         work = [self._keep_house(), self._watch_for_stalls()]
@@ -176,7 +178,7 @@ class CacheManagerProcess:
         if serving not in done:
             serving.cancel()
             if self._mutations.failed:
-                # No half-changed state is written to Redis: the next process finds the same as after a kill.
+                # Half-changed state must not be written to Redis: the next process restores what Redis has.
                 self._stop_background()
             await self._drain()
             await self._server.stop()
@@ -212,7 +214,7 @@ class CacheManagerProcess:
         """Writes the manager's state to a file and ends the process, since a call may have left its work half done."""
         written = _write_state(self._state_file, self._manager)
         log.critical(
-            "a call failed unexpectedly; the cache manager ends, to start again from its stored state",
+            "a call failed unexpectedly; the cache manager ends, since its state may be inconsistent",
             call=method,
             state=str(self._state_file) if written else "",
             exc_info=error,

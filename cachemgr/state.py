@@ -20,7 +20,7 @@ from cachemgr.errors import (
 )
 from cachemgr.retention.bounds import MAX_PRIORITY
 from cachemgr.retention.leases import LeaseBook
-from cachemgr.retention.rules import RuleBook
+from cachemgr.retention.rule_book import RuleBook
 from cachemgr.sequences.prefix_match import cached_blocks_of
 from cachemgr.sequences.registration import MAX_SLOTS
 from cachemgr.types import PoolView, TierUsage

@@ -2,7 +2,7 @@
 
 The children of a node are sorted by their extra bytes, then by their packed tokens. In this order, the child with the
 longest common prefix with given tokens is next to the position where these tokens would be inserted. Children that
-begin with all these tokens follow directly after this position. Only equal extra bytes make a common prefix.
+begin with all these tokens follow directly after this position. Tokens with other extra bytes have no common prefix.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,8 +20,8 @@ _MOST_LOOKED_AT = 32
 class PrefixTree:
     """The indexed blocks of a pool by key, and as a tree.
 
-    A tombstone stands for a removed block that still has children: the pool has an attention window, or the children
-    are in lower tiers. Roots are tombstones too, since they never have a block.
+    A tombstone is a node without a block but with children. Roots are tombstones. Other tombstones replace blocks that
+    have left the tree: their children stay if the pool has an attention window, or if they are in lower tiers.
     """
 
     __slots__ = ("by_key", "tombstones")
@@ -45,7 +45,7 @@ class PrefixTree:
     def link(self, block: Block, parent: Node) -> None:
         """Enters a block whose key, tokens and scope are set. The block takes over the children of its tombstone."""
         if not isinstance(parent, Block):
-            # The tombstone may have lost its last child, and so been removed, since the caller got it.
+            # After the caller got the tombstone, the removal of its last child may have removed the tombstone.
             self.tombstones[parent.key] = parent
         block.parent = parent
         add_child(parent, block)

@@ -22,7 +22,7 @@ from cachemgr.operators.purge import purge, stored_filter
 from cachemgr.retention.bounds import check_duration
 from cachemgr.retention.hint_actions import check as check_hints
 from cachemgr.retention.priority import HINT, SESSION
-from cachemgr.retention.rules import Rule
+from cachemgr.retention.rule_book import Rule
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.sequences.registration import fits

@@ -14,7 +14,7 @@ _TOLERANCE = 0.001
 
 
 class Difference(NamedTuple):
-    """One difference. Of operators' entries, only pins have an executor; group and slot are those of a block, or 0."""
+    """One difference. executor_id: empty for rules, quotas and shares. group, slot: 0 unless a block differs."""
 
     message: str
     executor_id: str = ""
@@ -71,7 +71,7 @@ def compare_entries(
     want = {entry_name(entry): entry for entry in present}
     names = [name for name in {**have, **want} if not is_pending(name)]
     return [
-        Difference(f"{name} differs between Redis and the {what}", executor_id)
+        Difference(f"{name} ({what}) is missing or different in Redis or the manager", executor_id)
         for name in names
         if not _are_same_entries(have.get(name), want.get(name))
     ]

@@ -1,7 +1,7 @@
 """The time of an executor's leases and pins: a clock that runs only while a manager runs.
 
-Redis keeps the clock's time beside the records, whose end times are on this clock; the remaining time is the
-difference. So as time passes, only the clock is written, and the clocks of two hosts are never compared.
+Redis stores the clock's time, and the end times of leases and pins on this clock. A remaining time is the end time
+minus the clock's time. As time passes, only the clock must be written, and clocks of two hosts are never compared.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from cachemgr.types import PinRecord
 
 
 class StoreClocks:
-    """A clock for each executor, driven by the manager's time. All times are in seconds."""
+    """A clock for each executor, and one for the keys of no executor, driven by the manager's time, in seconds."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -31,14 +31,14 @@ class StoreClocks:
         self._zero.pop(executor_id, None)
 
     def time(self, executor_id: str) -> float:
-        """The present time of an executor's clock."""
+        """The present time of an executor's clock. Starts a missing clock at 0."""
         if executor_id not in self._zero:
             self.start(executor_id)
         return self._source.now - self._zero[executor_id]
 
 
 def with_end_times(record: BlockRecord, time: float) -> BlockRecord:
-    """Returns the record with each lease's end time instead of its remaining time."""
+    """Returns the record with end times in the leases' `remaining`. time: the present time of the clock."""
     if not record.leases:
         return record
     leases = (
@@ -49,7 +49,7 @@ def with_end_times(record: BlockRecord, time: float) -> BlockRecord:
 
 
 def with_remaining_times(record: BlockRecord, time: float) -> BlockRecord:
-    """Returns the record with each lease's remaining time instead of its end time; 0 if the lease is overdue."""
+    """Turns end times in the leases' `remaining` back into remaining times, at least 0."""
     if not record.leases:
         return record
     leases = (

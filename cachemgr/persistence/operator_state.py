@@ -1,4 +1,4 @@
-"""Operators' settings in Redis: rules, quotas, shares of pools, and pins. Written in the background, read first."""
+"""Operators' settings in Redis: rules, quotas, shares of pools, and pins. Changes are written in the background."""
 
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
@@ -29,8 +29,8 @@ log = structlog.get_logger()
 class OperatorStore:
     """Writes entries that have changed to Redis on request.
 
-    Until Redis has been read, nothing that it may hold is overwritten unread. Entries that have changed since the start
-    are newer and win; all other entries are handed to `calls`.
+    The caller must read Redis before the first write, so that no stored entry is lost. Entries that have changed since
+    the start are newer and win; all other entries are handed to `calls`.
     """
 
     def __init__(
@@ -53,15 +53,16 @@ class OperatorStore:
         self._was_read = False
 
     def rewrite_shared(self) -> None:
-        """Has everything that belongs to no executor rewritten, unless Redis, which may hold more, was not read yet."""
+        """Has all rules, quotas and shares rewritten. Does nothing before `read`, because Redis may hold more."""
         if self._was_read:
             for kind in _SHARED:
                 self._queue.rewrite(kind)
 
     async def read(self) -> None:
-        """Hands stored entries that have not changed since to the manager, only the first time. Raises UNAVAILABLE.
+        """Passes stored rules, quotas and shares without pending changes to the manager. Raises UNAVAILABLE.
 
-        There is no await between the last check for changes and the call.
+        Does nothing after the first success. No await separates the check for pending changes from the call of
+        `restore_operators`, so that no newer change is overwritten.
         """
         if self._was_read:
             return
@@ -98,7 +99,7 @@ class OperatorStore:
             except (RecordError, UnicodeDecodeError):
                 unreadable += 1
         if unreadable:
-            log.warning("operators' records of another version are ignored", what=kind.value, entries=unreadable)
+            log.warning("operators' records that cannot be read are ignored", what=kind.value, entries=unreadable)
         return list(found.values())
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference]:
@@ -113,9 +114,9 @@ class OperatorStore:
         return found
 
     async def write(self, *, pins: bool, unread: Container[str] = ()) -> None:
-        """Writes all changes to Redis, of pins or of everything else. Raises UNAVAILABLE, and then forgets no change.
+        """Writes changes to Redis: of pins with `pins`, otherwise of rules, quotas and shares. Raises UNAVAILABLE.
 
-        Changes of `unread` executors wait.
+        Changes that were not written stay queued, as do changes of `unread` executors.
         """
         for hash_ in self._queue.hashes:
             if (hash_[0] is Kind.PIN) is pins and hash_[1] not in unread:

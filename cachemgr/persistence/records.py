@@ -1,7 +1,7 @@
 """The values in Redis: a message of kvcache.proto for each block, and for each rule, quota, share and pin.
 
-Operators' messages follow a byte with the version. Times of leases and pins are on the executor's clock, as in
-`cachemgr/persistence/lease_clock.py`.
+The value of a rule, quota, share or pin is a version byte and then the message. Times of leases and pins are on the
+executor's clock, as in `cachemgr/persistence/lease_clock.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from cachemgr.blocks.block_record import BlockRecord, CopyRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.priority import NO_PRIORITY
-from cachemgr.retention.rules import check_spec
+from cachemgr.retention.rule_book import check_spec
 from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule, RuleAction, RuleMatch, TierKind
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -79,14 +79,14 @@ def depth_of(value: bytes) -> int:
 
 
 def decode_block(field: bytes, value: bytes) -> BlockRecord:
-    """Decodes a record. Raises RecordError for anything that `encode_block` did not write."""
+    """Decodes a record. Raises RecordError if the field or the value is malformed."""
     try:
         message = pb.BlockRecord.FromString(value)
     except DecodeError as error:
-        raise RecordError("record of another version") from error
+        raise RecordError("the value is no BlockRecord message") from error
     key, parent_key, tokens, has = message.key, message.parent_key, message.tokens, message.HasField
     if len(key) != DIGEST_BYTES or len(parent_key) not in (0, DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
-        raise RecordError("record cannot be read")
+        raise RecordError("a key or the tokens have a wrong length")
     try:
         group, tier, slot = _SLOT.unpack(field)
         copy = message.write_through_copy if has("write_through_copy") else None
@@ -111,7 +111,7 @@ def decode_block(field: bytes, value: bytes) -> BlockRecord:
             message.weight_version,
         )
     except (struct.error, ValueError) as error:
-        raise RecordError("record cannot be read") from error
+        raise RecordError("the slot or a tier is invalid") from error
 
 
 def _lease(message: pb.BlockRecord.Lease) -> LeaseRecord:
@@ -140,7 +140,7 @@ def to_message(entry: Entry) -> Message:
 
 def _rule(spec: RetentionRule) -> pb.RetentionRule:
     message = rule_message(spec)
-    # The message for clients has only microseconds.
+    # `rule_message` rounds durations to microseconds; the stored message has nanoseconds.
     for field, value in (
         ("retention_duration", spec.action.duration),
         ("pin_duration", spec.action.pin_duration),
@@ -162,12 +162,12 @@ def pin_message(record: PinRecord) -> pb.StoredPin:
 
 
 def pin_of(message: pb.StoredPin) -> PinRecord:
-    """Converts a message to a pin. Raises RecordError for a message that no manager wrote."""
+    """Converts a message to a pin. Raises RecordError without a name or owner, or if keys and groups do not match."""
     keys = [message.keys[start : start + DIGEST_BYTES] for start in range(0, len(message.keys), DIGEST_BYTES)]
     if not _PIN_NAME.fullmatch(message.name) or not message.owner:
         raise RecordError("a pin needs a name and an owner")
     if len(message.keys) != DIGEST_BYTES * len(message.groups):
-        raise RecordError("a pin has a group for each key")
+        raise RecordError("a pin must have exactly one group for each key")
     return PinRecord(message.name, message.owner, message.remaining, tuple(zip(message.groups, keys, strict=True)))
 
 
@@ -177,7 +177,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entry(kind: Kind, name: str, value: bytes) -> Entry:
-    """Decodes an entry. Raises RecordError for anything that `encode_entry` did not write under this name."""
+    """Decodes an entry. Raises RecordError if the value is malformed, or has another version or another name."""
     if value[:1] != _VERSION:
         raise RecordError("entry of another version")
     try:

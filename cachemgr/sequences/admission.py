@@ -10,10 +10,10 @@ from hashlib import sha256
 from cachemgr.blocks.block import Account, Block, account_of
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.errors import SequenceTooLongError
-from cachemgr.retention.block_retention import BlockRetention
 from cachemgr.retention.bounds import check_retention
 from cachemgr.retention.priority import REQUEST, SESSION
-from cachemgr.retention.rules import RuleBook
+from cachemgr.retention.rule_book import RuleBook
+from cachemgr.retention.sequence_retention import SequenceRetention
 from cachemgr.sequences import prefix_match
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import publish_pending
@@ -227,7 +227,7 @@ def new_sequence(
     no_store = request.no_store or any(rule.spec.action.no_store for rule in matching)
     policy = resolve(request, matching, executor)
     prompt = request.num_prompt_tokens or len(tokens)
-    retention = BlockRetention(request.retention, prompt, holder(request), matching, config)
+    retention = SequenceRetention(request.retention, prompt, holder(request), matching, config)
     sequence = Sequence(
         request.sequence_id,
         0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cachemgr.blocks.block import Block, CacheScope
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.extra_keys import extend_keys, extra_bytes
-from cachemgr.retention.block_retention import BlockRetention
+from cachemgr.retention.sequence_retention import SequenceRetention
 from cachemgr.sequences.copies import OpenedCopies, Ticket
 from cachemgr.sequences.token_eviction_state import TokenEvictionState, blocks_for
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, Table
@@ -85,7 +85,7 @@ class Sequence:
     executor: Executor
     tokens: array[int]
     scope: CacheScope
-    retention: BlockRetention
+    retention: SequenceRetention
     no_store: bool
     extra_keys: tuple[ExtraKey, ...] = ()
     # Blocks that end after this many tokens are not stored; None for no limit.
@@ -123,7 +123,7 @@ class Sequence:
         tokens = pack([*prefix.token_ids, 0])
         scope = executor.scopes.of(prefix.salt, prefix.adapter_id)
         no_scheduler: Any = None
-        retention = BlockRetention(Retention(), 0, "")
+        retention = SequenceRetention(Retention(), 0, "")
         return cls("", 0, no_scheduler, executor, tokens, scope, retention, True, prefix.extra_keys)
 
     @property

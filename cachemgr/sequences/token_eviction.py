@@ -14,7 +14,7 @@ from protos.kvcommon.eviction import Layout, Policy
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
-    from cachemgr.retention.rules import Rule
+    from cachemgr.retention.rule_book import Rule
     from cachemgr.sequences.clients import Executor
     from cachemgr.sequences.sequence import Sequence
     from cachemgr.types import AdmitRequest, SyncRequest

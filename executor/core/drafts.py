@@ -1,13 +1,14 @@
-"""Drafts: likely next tokens of a decoding sequence, and whether a step should compute them, too.
+"""Speculative decoding: proposes drafts, which are likely next tokens, and decides how many a step computes.
 
-A step computes drafted tokens after a sequence's last known token, and each row is sampled as if the drafts before it
-were the sequence's tokens. Drafts are accepted in order as long as each equals the token sampled before it. The first
-sample that differs is the sequence's next token, and the rows after it are ignored.
+A step computes drafted tokens after a sequence's last known token, and samples a token for the position of each draft
+as if the earlier drafts were the sequence's tokens. A draft is accepted if the sample for its position equals the
+draft, and all earlier drafts are accepted. The first sample that differs is the next token; later samples are
+ignored.
 
-This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for deterministic proposals: there, a draft x is
-accepted with probability min(1, p(x) / q(x)), which is p(x) if q(x) = 1. Otherwise, the token is drawn from p without
-x. A sample of p is x with probability p(x); otherwise, it is distributed as p without x. Since a sample depends only
-on the seed and the output position, the output not only has the same distribution as without drafts but is the same.
+This is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) for deterministic proposals. Its authors accept a
+draft x with probability min(1, p(x) / q(x)), which is p(x) if q(x) = 1, and otherwise sample from p restricted to the
+other tokens. A single sample from p has the same distribution. Here, its random number depends only on the seed and the
+output position, so equal logits give the same output with and without drafts.
 """
 
 import math
@@ -33,19 +34,22 @@ _GAP = -1
 _WEIGHT = 1 / 8
 # A draft with a smaller chance is never computed.
 _LEAST_CHANCE = 0.1
-# The share of a token's time that a drafted token is expected to take until measured, and the weight of the last
-# measurement. Last, the factor by which a step without drafts lowers the share, so that costly drafts are tried again.
+# The cost of a draft before it is measured, as a share of a token's time; the weight of a new measurement; and the
+# factor by which each step without drafts lowers the share, so that costly drafts are tried again.
 _FIRST_SHARE, _COST_WEIGHT, _FORGETTING = 0.3, 1 / 4, 0.995
 # The factor for a draft model's drafts: trying these costs additional passes.
 _MODEL_FORGETTING = 0.9998
-# Steps without drafts whose median time other steps are compared with.
+# Number of steps without drafts whose median time is what a step with drafts is compared with.
 _KEPT_STEPS = 5
 # Most drafted tokens of a step: each has separate logits.
 MOST_ROWS = 64
 
 
 def count_accepted(token_ids: Sequence[int], drafts: Sequence[int], stop_token_ids: frozenset[int]) -> int:
-    """Returns how many sampled tokens count, at least 1. token_ids: sampled before each draft, and after the last."""
+    """Returns how many sampled tokens count, at least 1: up to the first mismatch or stop token.
+
+    token_ids: the sample for the position of each draft, then the sample after the last draft.
+    """
     for index, (token_id, draft) in enumerate(zip(token_ids, drafts, strict=False)):
         if token_id != draft or token_id in stop_token_ids:
             return index + 1
@@ -74,10 +78,10 @@ class Proposed(NamedTuple):
 class NgramProposer:
     """Proposes what followed the sequence's last tokens at an earlier place in output, prompt or continuation.
 
-    The continuation, a text that may follow the prompt, is followed from its beginning. Otherwise, the longest run
-    found counts; of several, the latest. A place is followed as long as it is right. Only the first index takes time
-    that grows with the sequence's length. Every token counts for the chance that proposals are right, even if its
-    proposal was not computed.
+    The proposer first follows the continuation, a text that may follow the prompt. After a mismatch, it looks up the
+    last four tokens, then the last two, and follows the latest place after them. Only the constructor takes time that
+    grows with the sequence's length. Every token counts for the chance that proposals are right, even if its proposal
+    was not computed.
     """
 
     def __init__(self, token_ids: Sequence[int], continuation: Sequence[int] = ()) -> None:
@@ -137,7 +141,7 @@ class NgramProposer:
 
 
 class Decodes(NamedTuple):
-    """The decoding sequences of a step. size: of the tokens that they keep together, as a power of two."""
+    """The decoding sequences of a step. size: the bit length of the number of tokens that they keep in all."""
 
     sequences: int = 0
     size: int = 0
@@ -150,11 +154,11 @@ class Decodes(NamedTuple):
 class DraftCosts:
     """The time that a drafted token adds to a step, as a share of what it saves: the time of a token without drafts.
 
-    Measured from steps that only decode, by the number of decoding sequences and the size of their tokens.
+    Measured in steps that only decode, by the number of decoding sequences and the number of tokens that they keep.
     """
 
     def __init__(self, forgetting: float = _FORGETTING) -> None:
-        """forgetting: factor of a share in a step without drafts."""
+        """forgetting: the factor by which each step without drafts lowers a share."""
         self._forgetting = forgetting
         self._plain: dict[Decodes, deque[float]] = {}
         self._shares: dict[Decodes, float] = {}
@@ -210,7 +214,8 @@ class Drafter:
     ) -> None:
         """most: drafted tokens of a sequence in a step. proposer: takes a sequence's tokens and continuation.
 
-        costs: of drafts without a draft model, and of drafts of `model`. model: None for none.
+        costs: makes the costs of drafts with this forgetting, called for drafts without `model` and for drafts of
+        `model`. model: None for none.
         """
         self._most = most
         self._proposer = proposer
@@ -263,7 +268,10 @@ class Drafter:
         return proposed
 
     def extend(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
-        """Takes sampled tokens of a sequence, unless it has an eviction policy: its scores must not count drafts."""
+        """Takes sampled tokens of a sequence.
+
+        Ignores sequences with an eviction policy, because drafts must not add to their scores of attention.
+        """
         if sequence.policy is not None:
             return
         handle = sequence.handle
@@ -280,7 +288,7 @@ class Drafter:
             self._model.append(sequence, token_ids)
             by_model = proposed.drafts if proposed is not None and proposed.method is Method.DRAFT_MODEL else 0
             self._chances.setdefault(handle, ModelChance()).note(by_model, accepted)
-        # A sequence that had drafts will soon need drafts again after an unforeseen token.
+        # The number falls by one per step at most: a single token that was not foreseen does not end the drafts.
         before = self._wanted.pop(handle, 0)
         worth = max(self._worth(handle, self._decodes), self._worth_of_model(handle, self._decodes))
         if wanted := max(before - 1, worth):
@@ -289,8 +297,9 @@ class Drafter:
     def keep_up(self, sequences: Sequence[SequenceState], claim: Claim) -> None:
         """Has the draft model keep up with a step that computed these sequences and whose tokens are sampled.
 
-        The draft model computes all prompts, since their blocks are shared, but output only if it is useful: it can
-        compute skipped output later. claim: called before slots are written.
+        The draft model computes every prompt without an eviction policy, because blocks of prompts are shared. It
+        computes output only while its drafts are useful, and can compute skipped output later. claim: called before
+        slots are written.
         """
         if self._model is not None:
             self._model.keep_up([sequence for sequence in sequences if self._follows(sequence)], claim)
@@ -311,16 +320,16 @@ class Drafter:
                 costs.observe(decodes, drafts, seconds)
 
     def wanted(self, handles: Sequence[int]) -> dict[int, int]:
-        """Returns how many drafts are worth their computation next, for sequences for which any are."""
+        """Returns how many drafts are worth their computation in the next step, by handle; without those of none."""
         return {handle: self._wanted[handle] for handle in handles if handle in self._wanted}
 
     def _worth(self, handle: int, decodes: Decodes) -> int:
-        """Returns how many drafts without a draft model each save more than they cost."""
+        """Returns how many drafts from a text each save more time than they cost."""
         proposer = self._proposers.get(handle)
         return 0 if proposer is None else self._count(proposer.chance, self._costs.least_chance(decodes))
 
     def _worth_of_model(self, handle: int, decodes: Decodes) -> int:
-        """Returns how many of the draft model's drafts each save more than they cost."""
+        """Returns how many drafts of the draft model each save more time than they cost."""
         found = self._chances.get(handle)
         return 0 if found is None else self._count(found.chance, self._model_costs.least_chance(decodes))
 

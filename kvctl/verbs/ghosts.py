@@ -34,7 +34,7 @@ def ghosts(
         typer.Option(help="Time to look back, at most an hour: 90s, 10m; by default since the executor registered."),
     ] = "",
 ) -> None:
-    """Show hit rates of caches of other sizes. Estimates from live prompts; ghost caches hold no bytes."""
+    """Estimate the hit rates of other cache sizes and eviction orders from live prompts. Ghost caches hold no bytes."""
     lasts = duration_of(window, "--window") if window else None
 
     def asked(shard: Shard) -> _Ghosts:
@@ -61,14 +61,15 @@ def _shown(found: _Ghosts, *, wide: bool, shard: str) -> str:
     for name, answer in found.items():
         asked, hit = answer.tokens.queried_tokens, answer.tokens.hit_tokens
         lines = [
-            f"{shard}{printable(name)}: {share(hit, asked)} of {asked} prompt tokens had a hit,"
-            f" with {answer.device_blocks} blocks on the device and {answer.tier_blocks} in all tiers"
+            f"{shard}{printable(name)}: {share(hit, asked)} of {asked} prompt tokens were cached;"
+            f" the cache has {answer.device_blocks} blocks on the device and {answer.tier_blocks} in all tiers"
         ]
         if answer.caches:
             lines.append(table(_columns(answer), _rows(answer), wide=wide))
             lines.append(f"{share(answer.sample_rate, 1)} of the blocks are sampled")
         else:
-            lines.append("ghost caches are off: KVKEEP_CACHEMGR_GHOST_SAMPLE is 0, or all its pools have a window")
+            reasons = "KVKEEP_CACHEMGR_GHOST_SAMPLE is 0, or all pools of the executor have an attention window"
+            lines.append(f"ghost caches are off: {reasons}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or f"{shard}no executor is registered"
 

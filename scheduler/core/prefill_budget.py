@@ -15,31 +15,32 @@ DEFAULT_SHARE = 0.4
 # end. Fewer tokens would save little: three tokens read the same keys as one token. In a sequence of thousands of
 # tokens, four tokens make a step 1.6 times as long.
 MIN_TOKENS = 3
-# Limit for a step, in seconds: blocks become free once all steps in flight have ended, of which two may be long, and
-# that must happen within a second. LEAST_CHUNK prompt tokens are computed even beyond the limit.
+# Limit for a step, in seconds. Blocks become free only when all steps in flight have ended, which must take less than
+# a second; two of these steps may be long. LEAST_CHUNK prompt tokens are computed even beyond the limit.
 LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # After this many steps with prefills, a step without them is due: the time of decodes changes with the running batch,
 # and only a step without prefills shows it.
 REFRESH_STEPS = 32
 # Steps in a median: a single slow step (caused by another process, say) changes nothing.
 _KEPT_DECODES, _KEPT_PREFILLS = 3, 5
-# Steps in the mean speed of prefills together with all else that a step computes, which changes from step to step.
+# Steps in the mean of a step's whole time per prompt token: many, because a step's other work varies.
 _KEPT_WHOLE_STEPS = 32
-# Prompt tokens from which on a step shows the cost of a long prefill: with fewer, the rest of the step counts as much.
+# A step with at least this many prompt tokens shows the cost of a long prefill. In smaller steps, other work takes as
+# much time.
 _MANY_TOKENS = 64
 
 
 class PrefillBudget:
     """Bounds prompt tokens so that decoding sequences keep their inter-token latency.
 
-    The bound is a time: `target_seconds` between tokens, or with 0 a share of a step that only decodes. The cost of a
-    prompt token is learned from the last steps, so that no constant depends on the machine.
+    A positive `target_seconds` bounds the time between tokens. With 0, prefills may add a share of the time of a step
+    that only decodes. The cost of a prompt token is learned from the last steps, not set for a machine.
     """
 
     def __init__(self, target_seconds: float = 0.0) -> None:
         self._target = target_seconds
-        # Times of the last decode-only steps, all with about as many sequences as the newest of these steps, and the
-        # newest step's number of sequences.
+        # Times of the last decode-only steps, each with about as many sequences as the step before it; then the number
+        # of sequences of the newest.
         self._decode_only: deque[float] = deque(maxlen=_KEPT_DECODES)
         self._sequences = 0
         self._decode_times = DecodeTimes()
@@ -50,11 +51,11 @@ class PrefillBudget:
         # The times per prompt token, beyond the decodes, of the last steps with many prompt tokens.
         self._long_prefills: deque[float] = deque(maxlen=_KEPT_PREFILLS)
         self._since_decode_only = 0
-        # Time of a prompt token in the last steps that had any; 0 before them.
+        # Median time of a prompt token beyond the decodes, over the last steps with prefills; 0 before the first.
         self._token_seconds = 0.0
-        # Time of a token of a long prompt; None until it is measured.
+        # The same over the last steps with at least _MANY_TOKENS prompt tokens; None before the first.
         self.prompt_token_seconds: float | None = None
-        # Time that a prompt token takes at the moment, with all that its step computes besides; None before a prefill.
+        # Whole time of the last steps with prefills by their prompt tokens; None before the first.
         self.prefill_token_seconds: float | None = None
         # Time of the last steps that only decoded; None until it is measured.
         self.decode_step_seconds: float | None = None
@@ -98,7 +99,7 @@ class PrefillBudget:
             self._long_prefills.append(each)
             self.prompt_token_seconds = median(self._long_prefills) or None
         self._whole_steps.append((prompt_tokens, seconds))
-        # Steps with many prompt tokens are preferred, because the end of a prompt takes nearly as long as a decode.
+        # Steps with many prompt tokens are preferred: the last few tokens of a prompt would give a much too long time.
         steps = [step for step in self._whole_steps if step[0] >= _MANY_TOKENS] or self._whole_steps
         self.prefill_token_seconds = sum(seconds for _, seconds in steps) / sum(tokens for tokens, _ in steps)
 
@@ -126,14 +127,15 @@ class PrefillBudget:
     def max_prefill_tokens(self, decodes: int, older: int, waiting: int) -> int | None:
         """Returns the prompt tokens that the next step may compute: None for no bound, 0 for a step that only decodes.
 
-        Returns 0 once when a step that only decodes is due, and counts that step as sent.
+        Returns 0 once after REFRESH_STEPS steps with prefills, and while no step that only decodes was answered since
+        the number of sequences changed much.
 
-        decodes: sequences that decode in the step. older: of these, the sequences that had their first token when the
-        first of the waiting prompts arrived. waiting: sequences that prefill.
+        decodes: sequences that decode in the step. older: how many of these had a token before the first of the waiting
+        prompts arrived. waiting: the prefills that the bound limits.
         """
         delayed = decodes if self._target else older
         if not delayed:
-            # Prompts that arrived before every first token are not bounded: a burst runs at full speed.
+            # No decoding sequence had a token when the first of the waiting prompts arrived: a burst is not bounded.
             return None
         if not self._resembles(decodes):
             return 0
@@ -145,7 +147,7 @@ class PrefillBudget:
         if not decode_only:
             # The executor reports no times.
             return None
-        # Each prompt after the first claims the share of one sequence: many prompts may slow a few sequences down.
+        # Each further prompt adds 1/older of the time of a decode-only step: many prompts may slow few sequences down.
         extra = self._target - decode_only if self._target else decode_only * (DEFAULT_SHARE + (waiting - 1) / older)
         if not self._prefills or extra <= 0:
             return MIN_TOKENS

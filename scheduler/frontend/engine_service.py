@@ -1,4 +1,6 @@
-"""The service for routers: their requests and the outcomes, many in each message, on one stream.
+"""The gRPC service for routers: a stream of requests, with one command per message, and of outputs.
+
+A message to the router has outputs of many requests.
 
 Front ends in separate processes have the same stream, over a pipe.
 """
@@ -71,7 +73,7 @@ class EngineService(rpc.EngineServiceServicer):
 
 @dataclass(slots=True)
 class _Running:
-    """A request of a router. introduced: whether a message has said how many tokens of its prompt were cached."""
+    """A request of a router. introduced: whether its first output, with its usage, was taken."""
 
     generation: Generation
     introduced: bool = False
@@ -109,7 +111,7 @@ class Session:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done() and (error := writing.exception()) is not None:
                 log.error("a session with a router failed", exc_info=error)
-                raise UnexpectedError("the engine met an error of its own; its log says which")
+                raise UnexpectedError("internal error of the engine: see the log of the engine")
             await reading
         finally:
             self._is_over = True
@@ -160,7 +162,7 @@ class Session:
             self._fail(name, error, is_refused=name not in self._running)
         except Exception:
             log.exception("a request of a router failed")
-            cause = UnexpectedError("the engine met an error of its own; its log says which")
+            cause = UnexpectedError("internal error of the engine: see the log of the engine")
             self._fail(name, cause, is_refused=name not in self._running)
         finally:
             self._running.pop(name, None)
@@ -176,14 +178,14 @@ class Session:
         with contextlib.nullcontext() if is_follower else requests.arriving(name, asked.cache.tenant_id):
             [request] = await requests.validator.validate(asked)
         if request.adapter_id != expected:
-            raise InvalidField("adapter_id", "is not that of the adapter that is loaded under this name")
+            raise InvalidField("adapter_id", "differs from the id of the adapter that request.model names")
         output = requests.validator.output_of(request, message.output_token_ids)
         request = replace(
             request,
             expected_cached_tokens=message.expected_cached_tokens,
             part_of=message.caller_request_id,
             header_id=message.header_request_id,
-            # Empty for a router, which keeps responses itself; front ends of this scheduler send their request's id.
+            # Empty for a router, which compares requests with earlier responses itself. Front ends send an id.
             response_id=asked.cache.parts.request_id,
         )
         stream = Stream([request], None, self._ready)

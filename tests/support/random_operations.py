@@ -31,7 +31,7 @@ from cachemgr.errors import (
     VoidSequenceError,
     WindowPassedError,
 )
-from cachemgr.retention.rules import FIELDS
+from cachemgr.retention.rule_book import FIELDS
 from cachemgr.slices import at_once
 from cachemgr.types import (
     Admission,

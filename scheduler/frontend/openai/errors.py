@@ -180,4 +180,4 @@ def _no_path(request: Request, routes: Sequence[APIRoute]) -> str:
 
 def unexpected() -> ApiError:
     """Returns the error for a defect of the server."""
-    return from_service(UnexpectedError("the server met an error of its own; its log says which"))
+    return from_service(UnexpectedError("internal error of the server: see the log of the server"))

@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.errors import StaleRuleError
-from cachemgr.retention.rules import FIELDS
+from cachemgr.retention.rule_book import FIELDS
 from cachemgr.slices import at_once
 from cachemgr.types import (
     EventKind,

@@ -173,10 +173,10 @@ async def test_every_difference_is_found(managers: Managers) -> None:
             server.hset(QUOTAS, "salt/s", b"\x01" + pb.Quota(salt="s").SerializeToString())
         found = await compared(client)
         assert sorted(found or ()) == [
-            " 0: r differs between Redis and the rules",
-            " 0: salt/s differs between Redis and the quotas",
-            f"{POOL} 0: Redis holds a record that cannot be read: record cannot be read",
-            f"{POOL} 0: {name.decode()} differs between Redis and the pins",
+            " 0: r (rules) is missing or different in Redis or the manager",
+            " 0: salt/s (quotas) is missing or different in Redis or the manager",
+            f"{POOL} 0: Redis holds a record that cannot be read: a key or the tokens have a wrong length",
+            f"{POOL} 0: {name.decode()} (pins) is missing or different in Redis or the manager",
             f"{POOL} {first[5]}: a block on device is in the index and not in Redis",
             f"{POOL} {second[5]}: a block on device differs between Redis and the index",
             f"{POOL} 31: a block on device is in Redis and not in the index",

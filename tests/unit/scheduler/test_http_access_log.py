@@ -123,7 +123,7 @@ async def test_a_defect_is_counted_and_its_answer_does_not_explain_it(caplog: py
         random = await ask(address, "GET", "/nowhere", headers={"X-Request-Id": "a\tb"})
         assert re.fullmatch("[0-9a-f]{16}", random.headers["x-request-id"])
     assert (answer.status, answer.headers["x-request-id"]) == (500, "mine")
-    said = "the server met an error of its own; its log says which"
+    said = "internal error of the server: see the log of the server"
     assert answer.error == {"message": said, "type": "server_error", "param": None, "code": "unexpected"}
     assert "AttributeError" in caplog.text
 

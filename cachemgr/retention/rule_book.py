@@ -1,4 +1,4 @@
-"""Operators' rules for requests: which rules match a request. `BlockRetention` applies them.
+"""Operators' rules for requests: which rules match a request. `SequenceRetention` applies them.
 
 Priorities of rules count if a request sets no retention. Otherwise, the first rule for a block only adds its offload
 floor to the request's own lease; blocks without such a lease get no floor.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from cachemgr.retention.bounds import bounded
 from cachemgr.retention.priority import NO_PRIORITY, RetentionRequest
-from cachemgr.retention.rules import Rule
+from cachemgr.retention.rule_book import Rule
 from cachemgr.types import ManagerConfig, Outcome, Receipt, Retention
 
 
-class BlockRetention:
+class SequenceRetention:
     """A sequence's retention requests, or else the rules' requests, by position of a block's first token."""
 
     __slots__ = (
