@@ -17,7 +17,7 @@ from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.idle import until_idle
 from tests.support.patience import patience
-from tests.support.tier_files import BLOCK_BYTES
+from tests.support.tier_files import BLOCK_BYTES, folder_in_memory
 
 # Two prompts fit, their outputs do not.
 POOL, PROMPT, OUTPUT, PROMPTS = 400, 161, 48, 5
@@ -43,19 +43,21 @@ def tokens(outputs: Sequence[Output]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=TYPES)
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, str]]:
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[Stack, str]]:
     """If rounding depends only on a token and the tokens before it, any difference is a fault."""
-    folder = tmp_path_factory.mktemp("tiers")
-    with Stack(
-        executor_kv_cache_dtype=request.param,
-        executor_batch_invariant=True,
-        executor_max_tokens=POOL,
-        executor_host_cache_dir=folder / "host",
-        executor_disk_cache_dir=folder / "disk",
-        executor_host_cache_size=4 * BLOCK_BYTES,
-        executor_disk_cache_size=32 * BLOCK_BYTES,
-        cachemgr_capacity_ahead_tokens=0,
-    ) as running:
+    with (
+        folder_in_memory() as folder,
+        Stack(
+            executor_kv_cache_dtype=request.param,
+            executor_batch_invariant=True,
+            executor_max_tokens=POOL,
+            executor_host_cache_dir=folder / "host",
+            executor_disk_cache_dir=folder / "disk",
+            executor_host_cache_size=4 * BLOCK_BYTES,
+            executor_disk_cache_size=32 * BLOCK_BYTES,
+            cachemgr_capacity_ahead_tokens=0,
+        ) as running,
+    ):
         yield running, TYPES[request.param]
 
 

@@ -13,7 +13,7 @@ from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.idle import until_idle
 from tests.support.patience import patience
 from tests.support.ports import free_address
-from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
+from tests.support.tier_files import BLOCK_BYTES, flip_bytes, folder_in_memory, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5
 # One prompt fits, and little more.
@@ -49,10 +49,12 @@ def tiers(folder: Path, *, host: int = 0, disk: int = 0) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path]]:
+def tiered() -> Iterator[tuple[Stack, Path]]:
     """A stack with a little host memory and much of a disk, and the file of the first."""
-    folder = tmp_path_factory.mktemp("tiers")
-    with Stack(**tiers(folder, host=8, disk=128), executor_metrics_address=free_address()) as stack:
+    with (
+        folder_in_memory() as folder,
+        Stack(**tiers(folder, host=8, disk=128), executor_metrics_address=free_address()) as stack,
+    ):
         yield stack, only_file(folder / "host")
 
 

@@ -1,8 +1,20 @@
 """Access of tests to files of lower tiers. Blocks are those of the default model in float32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.leftovers import PREFIX
 
 BLOCK_BYTES = 1 << 20
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder for tiers: blocks that a busy disk delivers later than they are computed would not be onloaded."""
+    with TemporaryDirectory(prefix=PREFIX, dir="/dev/shm") as name:
+        yield Path(name)
 
 
 def only_file(folder: Path) -> Path:
