@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 
 from bench.result import ROOT, Result, add_json_argument
 from bench.tables import table
+from executor.core.drafts import Method
 from executor.models.files import resolve
 from tests.stack import Stack, metrics
 from tests.support.generation import Output, generate_all, greedy_request
@@ -50,8 +51,6 @@ _FILE_BYTES, _PAGE_BYTES = 1800, 2000
 WORKLOADS = ("chat", "edits", "quotes", "agent", "again", "32 streams")
 TOKENS = {"chat": 192, "32 streams": 96}
 _STREAMS = 32
-# Where drafts are from, as the executor's metrics say.
-_METHODS = ("ngram", "continuation", "draft_model")
 
 
 def _edit(path: str, name: str, new: str) -> str:
@@ -120,7 +119,7 @@ class Side:
         """Drafted tokens and accepted drafts, by method, and steps."""
         values = {(name, labels): int(value) for name, labels, value in metrics(self._metrics)}
         drafted, accepted = (
-            [values[f"kvkeep_executor_{name}_total", f'method="{method}"'] for method in _METHODS]
+            [values[f"kvkeep_executor_{name}_total", f'method="{method}"'] for method in Method]
             for name in ("drafted_tokens", "accepted_drafts")
         )
         return drafted, accepted, values["kvkeep_executor_step_seconds_count", ""]
@@ -202,7 +201,7 @@ def main(arguments: list[str]) -> int:
         "gain",
         "gain in\nCPU time",
         "gain in\nsteps",
-        *(f"{method}:\naccepted" for method in _METHODS),
+        *(f"{method}:\naccepted" for method in Method),
         "different\noutputs",
     ]
     print(table(header, rows))
@@ -230,7 +229,7 @@ def _figures(dtype: str, workload: str, runs: Sequence[Sequence[Run]]) -> dict[s
         "with_processor_ms": statistics.median(with_drafts.processor_ms for _, with_drafts in runs),
         **{
             f"{method}_{name}": sum(getattr(with_drafts, name)[index] for _, with_drafts in runs)
-            for index, method in enumerate(_METHODS)
+            for index, method in enumerate(Method)
             for name in ("drafted", "accepted")
         },
         "without_steps": sum(without.steps for without, _ in runs),
@@ -253,7 +252,7 @@ def _row(figures: dict[str, Any]) -> list[str]:
         f"{figures['gain']:.2f}",
         f"{figures['processor_gain']:.2f}",
         f"{figures['without_steps'] / figures['with_steps']:.2f}",
-        *(_share(figures[f"{method}_accepted"], figures[f"{method}_drafted"]) for method in _METHODS),
+        *(_share(figures[f"{method}_accepted"], figures[f"{method}_drafted"]) for method in Method),
         f"{figures['different_outputs']} of {figures['outputs']}",
     ]
 

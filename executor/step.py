@@ -243,8 +243,3 @@ class StepOutput:
     num_drafts: int = 0
     wanted_drafts: Mapping[int, int] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafted tokens that were accepted: each made a sequence sample one more token."""
-        return len(self.sampled) - len({token.sequence for token in self.sampled}) if self.num_drafts else 0

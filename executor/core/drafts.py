@@ -39,7 +39,7 @@ _LEAST_CHANCE = 0.1
 _FIRST_SHARE, _COST_WEIGHT, _FORGETTING = 0.3, 1 / 4, 0.995
 # The factor for a draft model's drafts: trying these costs additional passes.
 _MODEL_FORGETTING = 0.9998
-# Number of steps without drafts whose median time is what a step with drafts is compared with.
+# A step with drafts is compared with the median time of this number of steps without drafts.
 _KEPT_STEPS = 5
 # Most drafted tokens of a step: each has separate logits.
 MOST_ROWS = 64
@@ -73,6 +73,11 @@ class Proposed(NamedTuple):
 
     method: Method
     drafts: int
+
+    @property
+    def by_model(self) -> int:
+        """Drafts that are from a draft model."""
+        return self.drafts if self.method is Method.DRAFT_MODEL else 0
 
 
 class NgramProposer:
@@ -286,7 +291,7 @@ class Drafter:
             accepted_drafts.inc(accepted)
         if self._model is not None:
             self._model.append(sequence, token_ids)
-            by_model = proposed.drafts if proposed is not None and proposed.method is Method.DRAFT_MODEL else 0
+            by_model = 0 if proposed is None else proposed.by_model
             self._chances.setdefault(handle, ModelChance()).note(by_model, accepted)
         # The number falls by one per step at most: a single token that was not foreseen does not end the drafts.
         before = self._wanted.pop(handle, 0)
@@ -313,14 +318,14 @@ class Drafter:
     def observe(self, decodes: Decodes, drafts: int, seconds: float) -> None:
         """Takes the time of a step that only decoded."""
         self._decodes = decodes
-        by_model = sum(found.drafts for found in self._proposed.values() if found.method is Method.DRAFT_MODEL)
+        by_model = sum(found.by_model for found in self._proposed.values())
         for costs, own in ((self._costs, drafts - by_model), (self._model_costs, by_model)):
             # For a step with drafts of both kinds, the time of each kind is not known.
             if own == drafts:
                 costs.observe(decodes, drafts, seconds)
 
     def wanted(self, handles: Sequence[int]) -> dict[int, int]:
-        """Returns how many drafts are worth their computation in the next step, by handle; without those of none."""
+        """Returns how many drafts are worth their computation in the next step, by handle; leaves out 0."""
         return {handle: self._wanted[handle] for handle in handles if handle in self._wanted}
 
     def _worth(self, handle: int, decodes: Decodes) -> int:

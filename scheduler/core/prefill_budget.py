@@ -39,9 +39,9 @@ class PrefillBudget:
 
     def __init__(self, target_seconds: float = 0.0) -> None:
         self._target = target_seconds
-        # Times of the last decode-only steps, each with about as many sequences as the step before it; then the number
-        # of sequences of the newest.
+        # Times of the last decode-only steps, each with about as many sequences as the step before it.
         self._decode_only: deque[float] = deque(maxlen=_KEPT_DECODES)
+        # Number of sequences of the newest of these steps.
         self._sequences = 0
         self._decode_times = DecodeTimes()
         # For each of the last steps with prefills: its prompt tokens, and the time per prompt token beyond the decodes.

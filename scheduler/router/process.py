@@ -224,8 +224,8 @@ class Router:
     async def _watch(self, requests: RequestTable, reports: EngineReports) -> None:
         """Reports in health whether an engine takes requests, and follows the cache managers of all engines.
 
-        Also moves the samples of quiet engines, refuses waiting samples whose adapter is gone, updates the metrics, and
-        sweeps the view.
+        Also moves the samples of quiet engines, refuses waiting samples if no engine has their adapter, updates the
+        metrics, and sweeps the view.
         """
         has_served = False
         while True:

@@ -73,7 +73,7 @@ class EngineReports:
             self._requests.refused(attempt, AdapterLostError("no engine has the adapter of the request any more"))
 
     def look_at(self, links: Iterable[EngineLink]) -> None:
-        """Moves the samples of silent engines; refuses waiting samples whose adapter no engine has any more."""
+        """Moves the samples of silent engines, and refuses waiting samples if no engine has their adapter."""
         self._take_adapters()
         for link in links:
             updates = RequestUpdates(at=time.monotonic())

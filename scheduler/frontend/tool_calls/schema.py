@@ -11,7 +11,8 @@ from scheduler.frontend.tool_calls.definitions import Tool
 def forced_calls_schema(tools: Sequence[Tool], name: str, *, single: bool) -> str:
     """Returns the JSON schema, as text, of an output that calls tools.
 
-    name: the tool whose arguments form the output. If the name is empty, the output is an array of calls.
+    name: of a tool: the output is the arguments of one call of this tool. If the name is empty, the output is an array,
+    and each item is a call.
     """
     if name:
         return arguments_schema(next(tool for tool in tools if tool.name == name))

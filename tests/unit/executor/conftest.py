@@ -1,6 +1,6 @@
 """Tiny models with random weights, saved once per run, and a driver that plays the scheduler's part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,11 @@ def tiny(model_folder: Callable[[str], Path]) -> Model:
 def driver(tiny: Model) -> "Driver":
     """A runner over a tiny Llama, with separate block tables."""
     return Driver(tiny)
+
+
+def num_accepted(outputs: Iterable[StepOutput]) -> int:
+    """Counts drafts that were accepted: each made a sequence sample one more token."""
+    return sum(len(output.sampled) - len({token.sequence for token in output.sampled}) for output in outputs)
 
 
 class FreeDrafts(DraftCosts):

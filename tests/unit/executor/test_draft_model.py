@@ -24,7 +24,7 @@ from executor.step import Copy, Sampling, StepOutput
 from protos.rpc.settings import SettingsError
 from protos.rpc.settings import load as load_settings
 from tests.support.scheduler.tokenizers import byte_level_tokenizer
-from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load, on_torch, save_model
+from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load, num_accepted, on_torch, save_model
 from tests.unit.executor.test_drafts import SAMPLINGS
 
 # Without a run of tokens that stands in it twice.
@@ -88,7 +88,7 @@ def test_output_is_the_same_whatever_the_draft_model_says(
 
 def test_a_draft_model_that_is_right_saves_most_steps(model: Model, same: Model) -> None:
     outputs = run(Driver(model, draft=same), 40, Sampling())
-    drafts, accepted = (sum(getattr(output, name) for output in outputs) for name in ("num_drafts", "num_accepted"))
+    drafts, accepted = sum(output.num_drafts for output in outputs), num_accepted(outputs)
     # Rejected are only those of text that repeats, which the model has not said.
     assert accepted >= 0.9 * drafts
     assert len(outputs) == 40 - accepted < 15
@@ -117,9 +117,9 @@ def test_a_draft_model_knows_a_prefix_that_another_sequence_has_computed(model: 
     new = replace(driver.new_sequence(2, PROMPT), tables=table, num_computed_tokens=13)
     outputs = [driver.step(new_sequences=(new,), copies=(copy,), idle=frozenset({1}))]
     for _ in range(6):
-        drafts = {2: outputs[-1].wanted_drafts.get(2, 0)}
-        outputs.append(driver.step(drafts=drafts if drafts[2] else {}, idle=frozenset({1})))
-    drafts, accepted = (sum(getattr(output, name) for output in outputs) for name in ("num_drafts", "num_accepted"))
+        wanted = outputs[-1].wanted_drafts.get(2, 0)
+        outputs.append(driver.step(drafts={2: wanted} if wanted else {}, idle=frozenset({1})))
+    drafts, accepted = sum(output.num_drafts for output in outputs), num_accepted(outputs)
     assert drafts > 10
     assert accepted >= 0.9 * drafts
 
@@ -175,7 +175,7 @@ def test_a_draft_model_computes_output_only_where_it_has_use_for_it(model: Model
     assert {slot for _, _, slot in claimed} == set(blocks.tolist())
     for _ in range(5):
         outputs.append(driver.step(drafts=outputs[-1].wanted_drafts))
-    drafts, accepted = (sum(getattr(output, name) for output in outputs) for name in ("num_drafts", "num_accepted"))
+    drafts, accepted = sum(output.num_drafts for output in outputs), num_accepted(outputs)
     assert drafts > 10
     assert accepted >= 0.9 * drafts
     assert drafter._model._followed[1].ready > len(PROMPT) + 20

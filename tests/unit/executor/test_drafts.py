@@ -23,7 +23,7 @@ from executor.models.forward import Model
 from executor.step import Sampling, StepOutput
 from protos.kvcommon.eviction import parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.unit.executor.conftest import PATHS, Driver, FreeDrafts
+from tests.unit.executor.conftest import PATHS, Driver, FreeDrafts, num_accepted
 from tests.unit.executor.evicting_sequences import VARIANTS
 
 PROMPT = [5, 60, 7, 80, 9, 10, 11, 3, 44]
@@ -95,7 +95,7 @@ def test_output_is_the_same_with_drafts(tiny: Model, sampling: Sampling) -> None
     for seed in range(4):
         outputs = run(drafting(tiny, expected, seed), sampling, 40)
         assert [token.token_id for output in outputs for token in output.sampled] == expected
-        drafts, accepted = (sum(getattr(o, name) for o in outputs) for name in ("num_drafts", "num_accepted"))
+        drafts, accepted = sum(output.num_drafts for output in outputs), num_accepted(outputs)
         assert 0 < accepted < drafts
         assert len(outputs) == 40 - accepted
 
@@ -184,7 +184,7 @@ def test_drafts_are_counted_by_the_method_that_proposed_them(tiny: Model, method
     while not (drafts := outputs[-1].wanted_drafts):
         outputs.append(driver.step())
     outputs.append(driver.step(drafts=drafts))
-    drafted, accepted = outputs[-1].num_drafts, outputs[-1].num_accepted
+    drafted, accepted = outputs[-1].num_drafts, num_accepted(outputs[-1:])
     assert drafted > 0
     changed = {name: tuple(map(sub, now, before[name])) for name, now in counted().items() if now != before[name]}
     assert changed == {method: (drafted, accepted)}
