@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_80 and sm_90 with no GPU, as its launch module calls it."""
+"""Every Triton kernel compiles for sm_80, sm_90 and sm_100 with no GPU, as its launch module calls it."""
 
 import importlib
 import re
@@ -34,7 +34,7 @@ TYPES = {
     torch.int64: "i64",
 }
 # The shared memory one program may have, bytes.
-SHARED = {80: 163 << 10, 90: 227 << 10}
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -74,8 +74,11 @@ ATTENTION = {
     "prompt, int8": replace(PROMPT, cache=torch.int8),
     "prompt, float8": replace(PROMPT, cache=FLOAT8),
 }
-# Bytes that a program may put aside so that one more fits a multiprocessor: two or three values, outside of the loops.
-FEW_BYTES = 16
+# The instruction that multiplies the matrices of a tile with many query rows.
+MULTIPLIES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+# Bytes that a program may put aside so that one more fits a multiprocessor: three values, stored before a loop and
+# loaded after the loop.
+FEW_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def sizes_of(case: Attention, dtype: torch.dtype, capability: int) -> TileSizes:
     """The tile sizes of a launch."""
     return choose_sizes(
         (capability // 10, capability % 10),
-        132 if capability == 90 else 108,
+        {80: 108, 90: 132, 100: 148}[capability],
         rows=case.sequences * case.queries,
         sequences=case.sequences,
         kv_heads=case.kv_heads,
@@ -300,7 +303,7 @@ LAUNCHES = [
     *(Launch("draw_tokens_kernel", draw_nothing, (dtype,)) for dtype in (F32, BF16)),
     *(Launch("copy_blocks_kernel", copy_nothing, (dtype,)) for dtype in (F32, BF16)),
     *(Launch("copy_slots_kernel", compact_nothing, (dtype,)) for dtype in (F32, BF16, INT8, FLOAT8)),
-    *(Launch("rotate_keys_kernel", turn_nothing, (dtype,), dtype) for dtype in (F32, BF16, INT8, FLOAT8)),
+    *(Launch("rotate_keys_kernel", turn_nothing, (dtype,), dtype, FEW_BYTES) for dtype in (F32, BF16, INT8, FLOAT8)),
 ]
 CAPABILITIES = pytest.mark.parametrize("capability", SHARED, ids="sm_{}".format)
 
@@ -331,6 +334,8 @@ def test_paged_attention_compiles(compiler: Compile, case: Attention, capability
         ahead = max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx))
         stages = sizes_of(case, BF16, capability).num_stages
         assert ahead >= 2 * (stages - 2) * (case.head_dim <= 128)
+        # The instructions of later devices need at least 64 rows: decoding multiplies as on sm_80.
+        assert MULTIPLIES[capability if case.queries > 1 else 80] in used.ptx
 
 
 @CAPABILITIES
