@@ -27,9 +27,10 @@ from executor.core.outbox import Outbox
 from executor.core.runner import Runner
 from executor.core.watchdog import Watchdog
 from executor.core.worker import Worker
-from executor.errors import ModelError
+from executor.errors import ModelError, first_line
 from executor.metrics import WEIGHT_BYTES, KindSeconds
 from executor.models.cpu import CpuModel
+from executor.models.device_errors import is_out_of_memory
 from executor.models.files import ModelFiles, find
 from executor.models.fingerprint import fingerprint
 from executor.models.forward import Model
@@ -225,7 +226,7 @@ def build(
         largest_rank=settings.max_adapter_rank,
     )
     adapters.load_given(settings.given_adapters, variable(ExecutorSettings, "adapters"))
-    runner.warmup()
+    warm_up(runner)
     worker = Worker(runner, outbox, device_lost)
     watchdog = Watchdog(worker, set_serving, device_lost)
     leases = SchedulerLeases()
@@ -245,6 +246,18 @@ def build(
         identity, runner, worker, loaded.tokenizer, leases, adapters, sessions, weights, hub_id=files.hub_id
     )
     return Parts(worker, tiers, client, watchdog, servicer)
+
+
+def warm_up(runner: Runner) -> None:
+    """Warms a runner up. Raises ModelError if the pools leave too little memory."""
+    try:
+        runner.warmup()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        setting = variable(ExecutorSettings, "free_memory_fraction")
+        said = f"the pools leave no memory for steps on {runner.model.device}: {first_line(error)}; lower {setting}"
+        raise ModelError(said) from error
 
 
 async def serve(settings: ExecutorSettings, started: float) -> int:

@@ -8,6 +8,9 @@ import numpy as np
 
 from protos.kvcommon.eviction import Policy
 
+# Most sequences in the running batch.
+MAX_SEQUENCES = 4096
+
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """Returns random numbers in [0, 1), [N] float64, each determined by one seed below 2**64 and one position.

@@ -26,7 +26,18 @@ from executor.core.validation import Limits, check_copies, check_step, invalid
 from executor.errors import GrammarError, InvalidStepError
 from executor.eviction.engine import TokenEviction
 from executor.models.forward import Forward, ForwardOutput, Model
-from executor.step import Copy, Evicted, Logprobs, NewSequence, PromptLogprobs, SampledToken, Step, StepOutput, Tier
+from executor.step import (
+    MAX_SEQUENCES,
+    Copy,
+    Evicted,
+    Logprobs,
+    NewSequence,
+    PromptLogprobs,
+    SampledToken,
+    Step,
+    StepOutput,
+    Tier,
+)
 from executor.transfer import to_device, to_host
 from kernels.copy_blocks.launch import copy_blocks
 from protos.kvcommon.eviction import Layout
@@ -174,8 +185,8 @@ class Runner:
         self._restrictions: dict[int, Restrictions] = {}
         # Steps whose tokens have yet to be passed to their sequences' restrictions.
         self._unsettled: list[LaunchedStep] = []
-        # More rows than most batches need: a new tensor invalidates captured CUDA graphs.
-        self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
+        # CUDA graphs are captured over this tensor.
+        self._last_tokens = torch.zeros(MAX_SEQUENCES, dtype=torch.int64, device=model.device)
         self._clock = Clock(model.device)
         self._limits = Limits(
             vocab_size=model.vocab_size,
@@ -252,6 +263,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
         """Starts the work of the last prepared step."""
+        prepared.scheduled.span.begin()
         output = None if prepared.run is None else prepared.run()
         return self._sample(prepared.scheduled, output, prepared.restricted)
 
@@ -281,6 +293,8 @@ class Runner:
         """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
         self._waited = 0.0
+        if any(copy.within_device for copy in step.copies):
+            span.begin()
         self._begin(step.copies, step.number)
         self._apply(step, restrictions)
         sequences, counts = [], []
@@ -304,6 +318,8 @@ class Runner:
         for sequence in sequences:
             if sequence.handle in step.windows:
                 self._eviction.set_window(sequence, step.windows[sequence.handle])
+        if any(sequence.policy is not None for sequence in sequences):
+            span.begin()
         evicted = [
             self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number)
             for sequence in sequences
@@ -510,9 +526,6 @@ class Runner:
                 self._counts[new.sequence] = self._count(sequence)
         for update in step.table_updates:
             self._sequences.grow(update.sequence, update.group, update.slots)
-        # More than once if very many join together.
-        while self._sequences.rows > len(self._last_tokens):
-            self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
 
     def _count(self, sequence: SequenceState) -> TokenCounts:
         tokens = to_device(sequence.tokens, self.model.device)

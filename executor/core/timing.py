@@ -9,6 +9,13 @@ import torch
 class Span(Protocol):
     """One step's time on the device."""
 
+    def begin(self) -> None:
+        """Called before the step's first work on a GPU is launched; further calls do nothing.
+
+        What the host prepares until then leaves a GPU idle if the previous step has ended.
+        """
+        ...
+
     def end(self) -> None:
         """Called when all of the step's work has been launched."""
         ...
@@ -35,7 +42,7 @@ class Clock:
         self._last = None
 
     def start(self) -> Span:
-        """Starts the span of a step whose work begins now."""
+        """Starts the span of a step. On a CPU, the step's work begins now."""
         kind = _CudaSpan if self._device.type == "cuda" else _HostSpan
         self._last = kind(self._last)
         return self._last  # type: ignore[no-any-return]
@@ -47,6 +54,9 @@ class _HostSpan:
     def __init__(self, before: "_HostSpan | None") -> None:
         self._start = self._end = time.perf_counter()
         self._idle = 0.0 if before is None else self._start - before._end
+
+    def begin(self) -> None:
+        """Nothing to do: preparing is work of the CPU, too."""
 
     def end(self) -> None:
         self._end = time.perf_counter()
@@ -65,9 +75,16 @@ class _CudaSpan:
     def __init__(self, before: "_CudaSpan | None") -> None:
         self._before = None if before is None else before._end
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._start.record()
+        self._begun = False
+
+    def begin(self) -> None:
+        # An event is reached at once if the device is idle, however late the work after the event is launched.
+        if not self._begun:
+            self._start.record()
+            self._begun = True
 
     def end(self) -> None:
+        self.begin()
         self._end.record()
 
     @property

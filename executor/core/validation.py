@@ -6,7 +6,7 @@ from itertools import chain
 
 from executor.core.state import SequenceTable, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
-from executor.step import Copy, NewSequence, Step, Tier
+from executor.step import MAX_SEQUENCES, Copy, NewSequence, Step, Tier
 from protos.kvcommon.eviction import Policy
 
 
@@ -75,6 +75,9 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
     for new in step.new_sequences:
         if new.sequence in future:
             raise invalid("new_sequences.sequence", new.sequence, "is already in the running set")
+        if len(future) == MAX_SEQUENCES:
+            said = f"would be one sequence too many: {MAX_SEQUENCES} are in the running set"
+            raise invalid("new_sequences.sequence", new.sequence, said)
         _check_new(new, limits)
         future[new.sequence] = _Future(
             computed=new.num_computed_tokens,

@@ -14,7 +14,8 @@ import torch
 from executor import metrics
 from executor.core.outbox import Outbox, Session
 from executor.core.runner import LaunchedStep, Runner
-from executor.errors import ExecutorError, OutOfMemoryError, StepFailedError
+from executor.errors import ExecutorError, ModelError, OutOfMemoryError, StepFailedError
+from executor.models.device_errors import check_device, is_out_of_memory
 from executor.models.forward import Forward
 from executor.step import Copy, Step
 from protos.rpc.errors import ServiceError
@@ -298,7 +299,7 @@ class Worker:
     def _fail(self, session: Session, step: int, error: Exception) -> None:
         metrics.FAILED_STEPS.inc()
         log.error("step failed", step=step, exc_info=error)
-        no_memory = _is_out_of_memory(error)
+        no_memory = is_out_of_memory(error)
         if no_memory:
             # Its frames keep the tensors of the step.
             traceback.clear_frames(error.__traceback__)
@@ -306,16 +307,11 @@ class Worker:
         else:
             session.end(StepFailedError(f"the model failed on step {step}; the executor's log says why"))
         self.runner.clear()
-        if self.runner.model.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.runner.model.device)
-                if no_memory:
-                    torch.cuda.empty_cache()
-            except RuntimeError:
-                log.exception("device lost")
-                self._device_lost()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # PyTorch has no error type for the memory of CPUs.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        try:
+            check_device(self.runner.model.device)
+        except ModelError as lost:
+            log.error("device lost", cause=str(lost))
+            self._device_lost()
+            return
+        if no_memory:
+            torch.cuda.empty_cache()

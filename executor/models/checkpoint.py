@@ -24,6 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from executor.errors import FamilyError, ModelError, first_line
 from executor.models import attention
+from executor.models.device_errors import is_out_of_memory
 from executor.models.files import adapter_instead, check_folder
 
 # Most names of weights that a message repeats.
@@ -58,10 +59,10 @@ def load_decoder(source: str, dtype: Any) -> Any:
             # Otherwise, transformers asks at the terminal.
             trust_remote_code=False,
         )
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"there is no memory for the model {source}: {first_line(error)}") from error
     # Any exception: families and formats bring their own code, whose errors must not end in a traceback.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise ModelError(f"there is no memory for the model {source}: {first_line(error)}") from error
         raise _unreadable(source, config, error) from error
     if (method := _quantized(module.config)) and getattr(module, "hf_quantizer", None) is None:
         raise ModelError(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from executor.cache.pool import LayerGroup
-from executor.errors import AdapterError, UnsuitableError
+from executor.errors import AdapterError, ModelError, UnsuitableError, first_line
+from executor.models.device_errors import check_device, is_out_of_memory
 from executor.models.forward import Forward
 from executor.models.gguf.module import stored_matrix
 from executor.models.probe import TOLERANCES, deviation, run
@@ -68,7 +69,8 @@ def with_fallback(
 ) -> Forward:
     """Returns the forward pass that `build` makes of the model if its logits are near `forward`'s, else `forward`.
 
-    Logs why the faster pass is not used. `forward` runs `module`. name: of the faster pass, for the log.
+    Logs why the faster pass is not used. `forward` runs `module`. name: of the faster pass, for the log. Raises
+    ModelError if the device has failed or lacks memory.
     """
     config = module.config.get_text_config(decoder=True)
     if not _is_known(module, config):
@@ -86,7 +88,13 @@ def with_fallback(
     except UnsuitableError as error:
         log.warning("running on torch, which is slower", cause=str(error))
         return forward
-    except Exception as error:  # Whatever prevents the faster pass, torch still runs the model.
+    except Exception as error:
+        # Neither torch's pass nor any other could compute after these.
+        if is_out_of_memory(error):
+            said = f"there is no memory for the {name} of this model on {module.device}: {first_line(error)}"
+            raise ModelError(said) from error
+        check_device(module.device)
+        # Whatever else prevents the faster pass, torch still runs the model.
         log.warning("running on torch, which is slower", cause=f"the {name} fails: {error}", exc_info=error)
         return forward
     return fast

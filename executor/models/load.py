@@ -14,6 +14,7 @@ from executor.errors import FamilyError, ModelError, first_line
 from executor.models.checkpoint import load_decoder
 from executor.models.cpu import CpuModel, build_cpu_model
 from executor.models.cuda import CudaGraphRunner
+from executor.models.device_errors import is_out_of_memory
 from executor.models.files import ModelFiles
 from executor.models.forward import Forward, Model
 from executor.models.gguf.module import StoredLinear, load_gguf, to_floats
@@ -66,7 +67,9 @@ def load_model(
         if device.type != "cpu":
             to_floats(module, device)
         module = module.to(device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ModelError(f"there is no memory for the model {files.source} on {device}: {first_line(error)}") from error
     return model_of(module, files.name, compiled_folder)
 

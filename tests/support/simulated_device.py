@@ -1,7 +1,7 @@
-"""A runner with a simulated device, which ends a step after the next step has been launched."""
+"""Simulated devices: a timeline of work beside the host, and a runner whose steps end once the next is launched."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +9,47 @@ from executor.core.runner import Runner
 from executor.step import Step, StepOutput
 from tests.support.patience import patience
 from tests.support.worker_loop import WorkerLoop
+
+
+class Timeline:
+    """The work of a device that computes beside the host, one piece after the other. Times are in seconds.
+
+    now: the time of the host; sleep: lets time pass.
+    """
+
+    def __init__(self, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self.now = now
+        self.sleep = sleep
+        self._free_at = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Launches work."""
+        self._free_at = self.reached() + seconds
+
+    def reached(self) -> float:
+        """When the device will have done what has been launched."""
+        return max(self.now(), self._free_at)
+
+
+class TimelineEvent:
+    """An event of CUDA on a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = self._timeline.reached()
+
+    def query(self) -> bool:
+        return self._timeline.now() >= self._at
+
+    def synchronize(self) -> None:
+        self._timeline.sleep(max(0.0, self._at - self._timeline.now()))
+
+    def elapsed_time(self, end: "TimelineEvent") -> float:
+        """Milliseconds from this event to a later one."""
+        return (end._at - self._at) * 1e3
 
 
 class SimulatedStep:
@@ -33,10 +74,10 @@ class SimulatedRunner:
     """Takes the place of a Runner, for `steps` steps."""
 
     overlaps = True
-    model = SimpleNamespace(device=SimpleNamespace(type="simulated"))
     tiers = SimpleNamespace(busy=False, drain=lambda _: None)
 
     def __init__(self, steps: int) -> None:
+        self.model = SimpleNamespace(device=SimpleNamespace(type="simulated"))
         self.last_step = 0
         self._steps = steps
         self._computing: SimulatedStep | None = None

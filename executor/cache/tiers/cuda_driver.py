@@ -1,6 +1,7 @@
 """Copies of rows between the host and a CUDA device, each by one call of the driver, without a kernel.
 
-A block of a pool is one row in each layer, a layer apart; on the host, its rows are consecutive.
+A block of a pool is one row in each layer, a layer apart; on the host, its rows are consecutive. Where layers are
+farther apart than a call's rows may be, each layer has a call.
 """
 
 import ctypes
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _HOST, _DEVICE = 1, 2
+# CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device: bytes between two rows of a copy.
+MAX_PITCH = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,13 @@ class Rows:
         return Rows(self.address + slot * self.width, self.pitch, self.width, self.height)
 
 
-def first_rows(cache: Tensor) -> Rows:
-    """Returns the rows of slot 0 in a pool's cache, [layers, slots, ...] contiguous."""
-    size = cache.element_size()
-    return Rows(cache.data_ptr(), cache.stride(0) * size, cache.stride(1) * size, cache.shape[0])
+def first_rows(cache: Tensor) -> list[Rows]:
+    """Returns the rows of slot 0 in a pool's cache, [layers, slots, ...] contiguous, by the calls that copy them."""
+    size, layers, address = cache.element_size(), len(cache), cache.data_ptr()
+    pitch, width = cache.stride(0) * size, cache.stride(1) * size
+    if pitch <= MAX_PITCH:
+        return [Rows(address, pitch, width, layers)]
+    return [Rows(address + layer * pitch, width, width, 1) for layer in range(layers)]
 
 
 class _Copy(ctypes.Structure):

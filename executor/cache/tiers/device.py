@@ -123,7 +123,7 @@ class CudaBlocks:
 
     def __init__(self, pools: KvPools, device: torch.device) -> None:
         # Per group, the rows of slot 0 in each cache.
-        self._rows = [[first_rows(cache) for cache in pool.caches] for pool in pools.pools]
+        self._rows = [[rows for cache in pool.caches for rows in first_rows(cache)] for pool in pools.pools]
         self._device = device
         self._driver = CudaDriver()
         self._local = threading.local()

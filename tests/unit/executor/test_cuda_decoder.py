@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.batch import AdapterSpan, DeviceBatch, HostBatch, ScoredSequence, SequenceState, build_batch
 from executor.cache.pool import KvPools
+from executor.errors import ModelError
 from executor.models import cuda as cuda_decoder
 from executor.models.attention import NAME
 from executor.models.cuda import (
@@ -187,6 +188,19 @@ def test_a_repeated_step_stores_tokens_where_evicted_ones_were(
 ) -> None:
     folder, prompts = model_folder("llama, compiled"), {1: PROMPT, 2: PROMPT[9:], 3: PROMPT[::-1]}
     assert interpreter(replayed_slid, folder, prompts) == slid(on_torch(folder), prompts)
+
+
+def refuse_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAll of it.")
+
+
+def test_layers_without_memory_end_the_start(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_decoder, "rotary_store", refuse_memory)
+    said = "^there is no memory for the fused decoder of this model on cpu: OutOfMemoryError: CUDA out of memory"
+    with pytest.raises(ModelError, match=said):
+        load_fused(model_folder("llama"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Full(Noting):
         return run
 
 
-@pytest.mark.parametrize("path", ["torch", "compiled"])
+@pytest.mark.parametrize("path", PATHS)
 def test_the_largest_step_computes_and_samples_as_much_as_a_step_can(
     path: str, model_folder: Callable[[str], Path]
 ) -> None:

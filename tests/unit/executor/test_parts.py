@@ -1,11 +1,38 @@
-"""How the process of an executor ends."""
+"""How an executor warms up, and how its process ends."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from executor.parts import end_with
+import pytest
+import torch
+
+from executor.cache.pool import KvPools
+from executor.core.runner import Runner
+from executor.errors import ModelError
+from executor.models.forward import Model
+from executor.parts import end_with, warm_up
 from protos.rpc.server import StopSignals
 from tests.support.patience import patience
+
+
+class Full:
+    """A forward pass on a device that the pools have filled."""
+
+    def warmup(self, *_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nMore lines.")
+
+
+def test_pools_that_leave_no_memory_name_their_setting(tiny: Model) -> None:
+    model: Any = replace(tiny, forward=Full())  # type: ignore[arg-type]
+    runner = Runner(model, KvPools(tiny.groups, 1, 16, torch.float32, tiny.device))
+    with pytest.raises(ModelError) as caught:
+        warm_up(runner)
+    assert str(caught.value) == (
+        "the pools leave no memory for steps on cpu: RuntimeError: CUDA error: out of memory; "
+        "lower KVKEEP_EXECUTOR_FREE_MEMORY_FRACTION"
+    )
 
 
 async def test_a_task_that_fails_ends_the_process_once() -> None:

@@ -15,7 +15,7 @@ from executor.errors import (
     StepOutOfOrderError,
     UnknownSequenceError,
 )
-from executor.step import BlockTableUpdate, Copy, NewSequence, Step
+from executor.step import MAX_SEQUENCES, BlockTableUpdate, Copy, NewSequence, Step
 from tests.unit.executor.conftest import Driver, load
 from tests.unit.executor.tiny_models import VOCAB
 
@@ -45,6 +45,10 @@ BAD_STEPS: dict[type[ExecutorError], dict[str, tuple[dict[str, Any], str]]] = {
         "grows by a slot beyond the pool": (grows(1, 0, 201), "table_slots"),
         "grows by the null block": (grows(1, 0, 0), "table_slots"),
         "joins a sequence twice": (joins(sequence=1), "new_sequences.sequence"),
+        "joins sequences without end": (
+            {"new_sequences": tuple(NewSequence(2 + n, (5,), 1, 0, ((50,),)) for n in range(MAX_SEQUENCES))},
+            "new_sequences.sequence",
+        ),
         "joins without tokens": (joins(token_ids=()), "new_sequences.token_ids"),
         "joins with an id beyond the vocabulary": (joins(token_ids=(1, VOCAB)), "new_sequences.token_ids"),
         "joins with more tokens than positions": (joins(token_ids=(1,) * 257), "new_sequences.token_ids"),
