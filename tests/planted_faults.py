@@ -1,7 +1,7 @@
 """Plants the faults of planted_faults.toml one at a time in a copy of the checkout: which tests catch each?
 
 python -m tests.planted_faults [WORD ...] plants those whose description has all words. A fault is caught when a test of
-its service fails. The exit status is 1 when one is missed, or no longer applies.
+its service or kernel fails. The exit status is 1 when one is missed, or no longer applies.
 """
 
 import os
@@ -19,6 +19,8 @@ TESTS = {
     "cachemgr": ("tests/conformance", "tests/unit/cachemgr", "tests/unit/cachemgr_service"),
     "scheduler": ("tests/unit/scheduler", "tests/unit/router"),
 }
+# Further tests of a kernel than those in its own file.
+FURTHER = {"paged_attention": ("tests/kernels/test_shares.py",)}
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
 
 
@@ -30,8 +32,8 @@ def plant(fault: dict[str, str], checkout: Path) -> str:
         return "NO LONGER APPLIES"
     file.write_text(source.replace(fault["old"], fault["new"]))
     try:
-        for folder in TESTS[file.relative_to(checkout).parts[0]]:
-            caught = failing_test(folder, checkout)
+        for tests in tests_of(fault["file"]):
+            caught = failing_test(tests, checkout)
             if caught:
                 return caught
     finally:
@@ -39,9 +41,15 @@ def plant(fault: dict[str, str], checkout: Path) -> str:
     return "MISSED"
 
 
-def failing_test(folder: str, checkout: Path) -> str:
-    """The first failing test of a folder; empty when all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "auto", "-m", "not model", folder]
+def tests_of(file: str) -> tuple[str, ...]:
+    """The tests of a changed file: folders, or files for a kernel."""
+    part, name, *_ = Path(file).parts
+    return (f"tests/kernels/test_{name}.py", *FURTHER.get(name, ())) if part == "kernels" else TESTS[part]
+
+
+def failing_test(tests: str, checkout: Path) -> str:
+    """The first failing test of a folder or file; empty when all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "auto", "-m", "not model", tests]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     if not run.returncode:

@@ -19,9 +19,10 @@ from executor.cache.tiers.tiers import Tiers
 from executor.core.drafts import Decodes, Drafter, count_accepted
 from executor.core.grammars import Grammars
 from executor.core.restrictions import Restrictions, RowRestrictions
-from executor.core.sampler import SampleResult, SamplingRow, TokenCounts, sample, score
+from executor.core.sampler import SampleResult, SamplingRow, sample, score
 from executor.core.state import SequenceTable, tokens_due
 from executor.core.timing import Clock, Span
+from executor.core.token_counts import TokenCounts
 from executor.core.validation import Limits, check_copies, check_step, invalid
 from executor.errors import GrammarError, InvalidStepError
 from executor.eviction.engine import TokenEviction
@@ -175,7 +176,7 @@ class Runner:
         # Each loaded adapter in the model's prepared form, by its id.
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
-        self._counts: dict[int, TokenCounts] = {}
+        self._counts = TokenCounts(model.vocab_size, model.device)
         self._eviction = TokenEviction(pools, model.rotary, model.device)
         assert drafter is None or not self.overlaps
         self._drafter = drafter
@@ -443,8 +444,9 @@ class Runner:
     ) -> tuple[SampleResult, list[int]]:
         """Samples all rows; returns the samples, and how many of each sequence's rows count."""
         rows = [row for s in sequences for row in self._rows(s, drafts.get(s.handle, ()), restricted.get(s.handle))]
-        sampled = sample(output.logits, rows, output.best)
+        sampled = sample(output.logits, rows, output.best, self._counts)
         token_rows, ids, accepted, kept, first = output.output_token_rows, sampled.ids, [], [], 0
+        counted: list[tuple[int, int]] = []
         host_ids = [] if self._drafter is None else ids.tolist()
         for sequence in sequences:
             drafted, count = drafts.get(sequence.handle, ()), 1
@@ -452,11 +454,14 @@ class Runner:
                 own = host_ids[first : first + 1 + len(drafted)]
                 count = count_accepted(own, drafted, sequence.sampling.stop_token_ids)
                 self._drafter.extend(sequence, own[:count])
-            if (counts := self._counts.get(sequence.handle)) is not None:
-                counts.add(ids[first : first + count])
+            if sequence.handle in self._counts:
+                counted += [(sequence.handle, row) for row in range(first, first + count)]
             accepted.append(count)
             kept.append(first + count - 1)
             first += 1 + len(drafted)
+        if counted:
+            handles, places = zip(*counted, strict=True)
+            self._counts.add(handles, ids[to_device(places, ids.device)])
         if drafts:
             token_rows, ids = token_rows[kept], ids[kept]
         self._last_tokens.index_copy_(0, token_rows, ids)
@@ -467,11 +472,10 @@ class Runner:
         self, sequence: SequenceState, drafts: Sequence[int], restricted: Sequence[RowRestrictions | None] | None
     ) -> Iterator[SamplingRow]:
         """Returns how to sample after a sequence's last known token and after each draft, as if it were accepted."""
-        position, counts = sequence.known - sequence.num_prompt, self._counts.get(sequence.handle)
+        position = sequence.known - sequence.num_prompt
+        counted = sequence.handle if sequence.handle in self._counts else None
         for index, restrictions in enumerate(restricted or [None] * (1 + len(drafts))):
-            if index and counts is not None:
-                counts = counts.with_token(drafts[index - 1])
-            yield SamplingRow(sequence.sampling, position + index, counts, restrictions)
+            yield SamplingRow(sequence.sampling, position + index, restrictions, counted, drafts[:index])
 
     def _note_drafts(self, scheduled: ScheduledStep) -> Mapping[int, int]:
         """Tells the drafter the time of a step that only decoded; returns how many drafts are worth computing next."""
@@ -511,7 +515,7 @@ class Runner:
         self.last_step = step.number
         for handle in step.removed:
             self._sequences.remove(handle)
-            self._counts.pop(handle, None)
+            self._counts.leave(handle)
             self._restrictions.pop(handle, None)
             self._eviction.remove(handle)
             if self._drafter is not None:
@@ -523,13 +527,9 @@ class Runner:
             sequence = self._sequences.add(new, None if new.adapter_id is None else self.adapters[new.adapter_id])
             self._eviction.add(sequence)
             if new.sampling.penalises:
-                self._counts[new.sequence] = self._count(sequence)
+                self._counts.join(new.sequence, sequence.tokens, sequence.num_prompt)
         for update in step.table_updates:
             self._sequences.grow(update.sequence, update.group, update.slots)
-
-    def _count(self, sequence: SequenceState) -> TokenCounts:
-        tokens = to_device(sequence.tokens, self.model.device)
-        return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
     def _begin(self, copies: Sequence[Copy], step: int) -> None:
         """Begins copies in their order. Copies within the device wait for their slots first."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from executor.core.restrictions import RowRestrictions, unpacked
+from executor.core.token_counts import TokenCounts
 from executor.step import Sampling, uniforms
 from executor.transfer import to_device, to_host
 from kernels.draw_tokens.launch import draw_tokens
@@ -24,44 +25,20 @@ from kernels.draw_tokens.launch import draw_tokens
 _LEAST_TEMPERATURE = 1e-30
 
 
-@dataclass
-class TokenCounts:
-    """Which tokens a sequence has: prompt [V] bool, output [V] float32 counts. Kept only if penalties need them."""
-
-    prompt: Tensor
-    output: Tensor
-
-    @classmethod
-    def of(cls, prompt: Tensor, output: Tensor, vocab_size: int) -> "TokenCounts":
-        """Counts the given ids, [N] int64 each, on their device."""
-        seen = torch.zeros(vocab_size, dtype=torch.bool, device=prompt.device)
-        seen[prompt] = True
-        counts = torch.zeros(vocab_size, dtype=torch.float32, device=prompt.device)
-        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
-        return cls(seen, counts)
-
-    def add(self, tokens: Tensor) -> None:
-        """Counts more output tokens, [N] int64."""
-        self.output.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
-
-    def with_token(self, token_id: int) -> "TokenCounts":
-        """Returns the counts with one more token of the output."""
-        output = self.output.clone()
-        output[token_id] += 1
-        return TokenCounts(self.prompt, output)
-
-
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row to sample: output_position counts generated tokens from 0; counts is set only if the parameters penalise.
+    """One row to sample: output_position counts generated tokens from 0.
 
-    restrictions: allowed tokens and biases applied to the logits; None for none.
+    restrictions: allowed tokens and biases applied to the logits; None for none. counted: the handle of the row's
+    sequence in the TokenCounts, None if the parameters do not penalise. drafted: tokens of the output that are not in
+    these counts.
     """
 
     sampling: Sampling
     output_position: int
-    counts: TokenCounts | None = None
     restrictions: RowRestrictions | None = None
+    counted: int | None = None
+    drafted: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -84,13 +61,15 @@ class SampleResult:
         return SampleResult(ids, self.logprob_rows, logprobs, top_ids, top_logprobs)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = None) -> SampleResult:
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = None, counts: TokenCounts | None = None
+) -> SampleResult:
     """Samples a token per row. logits: [R, V] of any float dtype, one row per entry of `rows`; may be overwritten.
 
-    best: [R] int64, the ids of the largest logits, if known.
+    best: [R] int64, the ids of the largest logits, if known. counts: of the rows that are counted.
     """
     restricted = [index for index, row in enumerate(rows) if row.restrictions is not None]
-    penalised = [index for index, row in enumerate(rows) if row.counts is not None]
+    penalised = [index for index, row in enumerate(rows) if row.counted is not None]
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     asked = tuple(index for index, row in enumerate(rows) if row.sampling.num_logprobs is not None)
     if restricted or penalised:
@@ -99,8 +78,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = No
         places = to_device(restricted, logits.device)
         logits[places] = _restrict(logits[places], [rows[index].restrictions for index in restricted])
     if penalised:
+        assert counts is not None
         places = to_device(penalised, logits.device)
-        logits[places] = _penalise(logits[places], [rows[index] for index in penalised])
+        logits[places] = _penalise(logits[places], [rows[index] for index in penalised], counts)
     changed = range(len(rows)) if best is None else sorted({*restricted, *penalised})
     ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device) if best is None else best
     if greedy := [index for index in changed if rows[index].sampling.temperature == 0]:
@@ -150,11 +130,11 @@ def _best(logits: Tensor) -> Tensor:
     return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
-def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _penalise(logits: Tensor, rows: Sequence[SamplingRow], counts: TokenCounts) -> Tensor:
     """logits: [P, V]. Returns the penalised logits."""
-    counts = [row.counts for row in rows if row.counts is not None]
-    output = torch.stack([each.output for each in counts])
-    seen = torch.stack([each.prompt for each in counts]) | (output > 0)
+    counted = [row.counted for row in rows if row.counted is not None]
+    prompt, output = counts.of(counted, [row.drafted for row in rows])
+    seen = prompt | (output > 0)
     repetition = _column([row.sampling.repetition_penalty for row in rows], logits)
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits = logits - _column([row.sampling.frequency_penalty for row in rows], logits) * output

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from executor.core.sampler import SamplingRow, TokenCounts, sample
+from executor.core.sampler import SamplingRow, sample
+from executor.core.token_counts import TokenCounts
 from executor.step import Sampling, uniform
 
 VOCAB = 40
@@ -132,11 +133,18 @@ def _penalised(logits: list[float], prompt: list[int], output: list[int], sampli
 )
 def test_penalties_equal_their_naive_form(sampling: Sampling) -> None:
     prompt, output = [1, 2, 2, 7], [7, 9, 9, 9]
-    counts = TokenCounts.of(torch.tensor(prompt), torch.tensor(output[:-1]), VOCAB)
-    counts.add(torch.tensor(output[-1:]))
+    counts = TokenCounts(VOCAB, torch.device("cpu"))
+    # The row of the counts was another sequence's.
+    counts.join(3, [5, 6, 7, 9], 2)
+    counts.leave(3)
+    counts.join(4, [8], 1)
+    counts.join(3, prompt + output[:-2], len(prompt))
+    counts.add([4, 3], torch.tensor([8, output[-2]]))
     asking = replace(sampling, num_logprobs=VOCAB)
     logits = _logits(2)
-    choice = sample(logits.clone(), [SamplingRow(Sampling(), 0), SamplingRow(asking, 4, counts)])
+    # The last token of the output is drafted.
+    counted = SamplingRow(asking, 4, counted=3, drafted=output[-1:])
+    choice = sample(logits.clone(), [SamplingRow(Sampling(), 0), counted], counts=counts)
     expected = torch.tensor(_penalised(logits[1].tolist(), prompt, output, sampling))
     assert choice.ids.tolist() == [int(logits[0].argmax()), int(expected.argmax())]
     assert choice.top_ids is not None
