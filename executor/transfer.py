@@ -13,8 +13,14 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 def to_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
     """Returns a tensor on the device; on a CPU, it shares the memory of a contiguous array."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return sent(torch.from_numpy(np.ascontiguousarray(values)), device)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on the device, the tensor itself if it is there; the host does not wait for the copy."""
+    if tensor.device.type == device.type:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -29,5 +29,6 @@ def as_rows(cache: Tensor, heads: int) -> Tensor:
 def row_numbers(cache: Tensor, slots: Tensor, heads: int) -> Tensor:
     """[L * heads * n]: which rows of as_rows the slots [1 or L, 1 or heads, n] are, layer by layer and head by head."""
     layers, blocks, block_size = cache.shape[:3]
-    first = torch.arange(layers)[:, None, None] * (blocks * block_size)
-    return ((first + slots) * heads + torch.arange(heads)[:, None]).flatten()
+    layer, head = (torch.arange(count, device=slots.device) for count in (layers, heads))
+    first = layer[:, None, None] * (blocks * block_size)
+    return ((first + slots) * heads + head[:, None]).flatten()

@@ -25,12 +25,11 @@ from executor.core.timing import Clock, Span
 from executor.core.token_counts import TokenCounts
 from executor.core.validation import Limits, check_copies, check_step, invalid
 from executor.errors import GrammarError, InvalidStepError
-from executor.eviction.engine import TokenEviction
+from executor.eviction.engine import Eviction, TokenEviction
 from executor.models.forward import Forward, ForwardOutput, Model
 from executor.step import (
     MAX_SEQUENCES,
     Copy,
-    Evicted,
     Logprobs,
     NewSequence,
     PromptLogprobs,
@@ -63,7 +62,7 @@ class ScheduledStep:
     counts: tuple[int, ...]
     drafts: dict[int, list[int]]
     batch: HostBatch
-    evicted: tuple[Evicted, ...]
+    evicted: tuple[Eviction, ...]
     span: Span
     waited: float
 
@@ -129,7 +128,7 @@ class LaunchedStep:
             compute_time=compute_time,
             idle_time=idle_time,
             tickets=scheduled.step.tickets_within_device,
-            evicted=scheduled.evicted,
+            evicted=tuple(eviction.result() for eviction in scheduled.evicted),
             num_drafts=scheduled.num_drafts,
             wanted_drafts=self.wanted_drafts,
             windows={handle: int(tokens) for handle, tokens in self.windows.items()},
@@ -407,7 +406,7 @@ class Runner:
             # The draft model may have waited for copies, too.
             scheduled = replace(scheduled, waited=self._waited)
         looking = scheduled.step.looking
-        windows = {s.handle: self._eviction.wanted_window(s) for s in sequences if s.handle in looking}
+        windows = {s.handle: to_host(self._eviction.wanted_window(s)) for s in sequences if s.handle in looking}
         scheduled.span.end()
         wanted = self._note_drafts(scheduled)
         launched = LaunchedStep(scheduled, sampled, accepted, failed, wanted, windows, prompts)

@@ -52,8 +52,8 @@ class Blocks(Evictor):
             gone = area.start + self.least(view, area, blocks)
         return without(gone, slots, size)[:, None]
 
-    def kept_mass(self, index: Tensor) -> float | None:
-        """Returns the share of the scores that the slots `index` have, without the start area; called after `keep`."""
+    def kept_mass(self, index: Tensor) -> Tensor | None:
+        """[] float64: the share of the scores that the slots `index` have, without the start area; after `keep`."""
         return share(self.scores(self._slots)[:, None], index)
 
     @abstractmethod

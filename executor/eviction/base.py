@@ -53,11 +53,13 @@ class Evictor(ABC):
     """The eviction policy of one sequence. Its slots are numbered 0 to T - 1; new tokens come at the end.
 
     ordered: whether slots stay in the order of their tokens in every layer and head. Otherwise, kept slots do not move,
-    except that the last kept slots fill the gaps. uses_squares: whether SequenceScores.squares are wanted.
+    except that the last kept slots fill the gaps. uses_squares: whether SequenceScores.squares are wanted. on_host:
+    whether `keep` only looks at positions: then these are on the host, and no choice waits for the device.
     """
 
     ordered: ClassVar[bool] = False
     uses_squares: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
 
     def __init__(self, policy: Policy, shape: KvShape) -> None:
         self.policy = policy
@@ -84,8 +86,8 @@ class Evictor(ABC):
         """Called after an eviction: slot i now holds what slot index[..., i] held. index: [L, Hkv, T'] int64."""
         del index
 
-    def kept_mass(self, index: Tensor) -> float | None:
-        """Returns the share of all scores that the slots `index` have; None without scores.
+    def kept_mass(self, index: Tensor) -> Tensor | None:
+        """[] float64: the share of all scores that the slots `index` have, NaN if all are 0; None without scores.
 
         index: [.., T'] int64, as `keep` returns.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from executor.eviction.policies import (
 )
 from executor.eviction.rkv import AdaptiveRkv
 from executor.step import Evicted
+from executor.transfer import sent, to_device, to_host
 from kernels.compact_kv.launch import compact_kv
 from kernels.rotate_keys.launch import rotate_keys
 from kernels.scores import SequenceScores
@@ -69,8 +71,28 @@ class EvictionState:
     since: int = 0
 
 
+@dataclass(frozen=True)
+class Eviction:
+    """Tokens that a sequence evicted before a step.
+
+    mass: [] float64 on the host, the share of the scores that stayed, NaN if all were 0; None without scores. The mass
+    can be read once the device has computed the step.
+    """
+
+    sequence: int
+    tokens: int
+    mass: Tensor | None
+
+    def result(self) -> Evicted:
+        """Reads the mass."""
+        mass = math.nan if self.mass is None else float(self.mass)
+        return Evicted(self.sequence, self.tokens, None if math.isnan(mass) else mass)
+
+
 class TokenEviction:
-    """The token eviction of one executor. Only models with one layer group evict: policies are checked for that."""
+    """The token eviction of one executor. Nothing here waits for the device.
+
+    Only models with one layer group evict: policies are checked for that."""
 
     def __init__(self, pools: KvPools, frequencies: Tensor | None, device: torch.device) -> None:
         """frequencies: [D / 2] float32, radians per position; None if keys cannot be rotated again."""
@@ -90,8 +112,8 @@ class TokenEviction:
         if sequence.policy is None:
             return
         layers, _, _, heads, _ = self._pools.pools[0].k.shape
-        nothing = torch.zeros(1, 1, 0, dtype=torch.int64, device=self._device)
         evictor = EVICTORS[sequence.policy.kind](sequence.policy, KvShape(layers, heads, self._device))
+        nothing = torch.zeros(1, 1, 0, dtype=torch.int64, device="cpu" if evictor.on_host else self._device)
         self._states[sequence.handle] = EvictionState(evictor, sequence.num_prompt, nothing, nothing)
 
     def scored(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[ScoredSequence]:
@@ -134,7 +156,7 @@ class TokenEviction:
         assert sequence.policy is not None
         sequence.policy = self._states[sequence.handle].evictor.policy = sequence.policy.with_window(tokens)
 
-    def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Evicted | None:
+    def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Eviction | None:
         """Evicts the tokens that a sequence's policy names, if any, before the sequence computes more tokens.
 
         table: only for its first eviction: the blocks that the kept tokens move to, or () if they stay. Returns None if
@@ -156,30 +178,32 @@ class TokenEviction:
 
     def _evict(
         self, sequence: SequenceState, state: EvictionState, count: int, table: tuple[int, ...] | None, step: int
-    ) -> Evicted | None:
+    ) -> Eviction | None:
         policy = state.evictor.policy
         evicted = sequence.kept - count
         positions = self._positions(sequence)
         view = KvView(self._everywhere(positions), sequence.computed, lambda: self._keys(sequence))
         index = state.evictor.keep(view, count)
         mass = state.evictor.kept_mass(index)
+        mass = None if mass is None else to_host(mass)
         if not table and evicted == 1 and _may_reuse(state.evictor, index):
             # The next token is stored in the evicted token's slot, so nothing moves.
             sequence.reuse_position = _missing(index)
             positions[..., sequence.reuse_position] = sequence.computed
             state.positions, state.since = positions, sequence.computed + 1
             sequence.kept = count
-            return Evicted(sequence.handle, evicted, mass)
+            return Eviction(sequence.handle, evicted, mass)
         if not table and not state.evictor.ordered:
             index = _in_place(index, sequence.kept)
-        self._move(sequence, index, table, step)
+        # Slots that are out of order move one for one.
+        self._move(sequence, index, table, step, count if state.evictor.ordered else min(count, evicted))
         state.evictor.reindex(self._everywhere(index))
         state.positions, state.since = _take(positions, index), sequence.computed
         if policy.compacted:
             self._rotate(sequence, state, index)
         sequence.kept = count
         # A sequence may move even before it has to evict.
-        return Evicted(sequence.handle, evicted, mass) if evicted else None
+        return Eviction(sequence.handle, evicted, mass) if evicted else None
 
     def positions(self, sequence: SequenceState) -> Tensor:
         """[L, Hkv, T] int64: the tokens in a sequence's slots, by their position in the sequence."""
@@ -195,38 +219,44 @@ class TokenEviction:
         return values.expand(layers, heads, -1)
 
     def _flat(self, table: np.ndarray, slots: Tensor) -> Tensor:
-        """Indices into the pool, in tokens, of positions `slots` along a table of blocks."""
+        """Indices into the pool, in tokens and on the device, of positions `slots` along a table of blocks."""
         size = self._pools.block_size
-        blocks = torch.from_numpy(np.asarray(table, dtype=np.int64)).to(self._device)
-        return blocks[slots // size] * size + slots % size
+        blocks = to_device(table.astype(np.int64), slots.device)
+        return sent(blocks[slots // size] * size + slots % size, self._device)
 
     def _keys(self, sequence: SequenceState) -> Tensor:
         """[L, Hkv, T, D] of all slots in use; float32 where the pool holds 8 bits."""
         pool, size = self._pools.pools[0], self._pools.block_size
-        blocks = torch.from_numpy(sequence.tables[0][: -(-sequence.kept // size)].astype(np.int64)).to(self._device)
+        blocks = to_device(sequence.tables[0][: -(-sequence.kept // size)].astype(np.int64), self._device)
         keys = pool.k[:, blocks].flatten(1, 2)[:, : sequence.kept].transpose(1, 2)
         return keys if pool.scales is None else keys.float() * pool.scales.k[:, :, None]
 
-    def _move(self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int) -> None:
-        """Moves what slot index[.., i] holds to slot i, of the new table if there is one."""
+    def _move(
+        self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int, most: int
+    ) -> None:
+        """Moves what slot index[.., i] holds to slot i, of the new table if there is one.
+
+        most: how many slots of a layer and head may move if there is no new table.
+        """
         pool, before = self._pools.pools[0], sequence.tables[0]
         if table:
             sequence.tables[0] = np.asarray(table, dtype=np.int32)
-            targets = torch.arange(index.shape[-1], device=self._device).expand_as(index)
+            targets = torch.arange(index.shape[-1], device=index.device).expand_as(index)
         else:
-            index, targets = _moved(index)
+            index, targets = _moved(index, most)
         if index.shape[-1]:
             compact_kv(pool.k, pool.v, self._flat(before, index), self._flat(sequence.tables[0], targets))
-            written = np.unique(self._flat(sequence.tables[0], targets).cpu().numpy() // self._pools.block_size)
-            self._pools.mark_written(0, written, step)
+            # Some of these blocks may be as they were: only the device knows.
+            blocks = -(-sequence.kept // self._pools.block_size)
+            self._pools.mark_written(0, sequence.tables[0][:blocks].tolist(), step)
 
     def _rotate(self, sequence: SequenceState, state: EvictionState, index: Tensor) -> None:
         """Rotates keys to the positions of their tokens among the kept tokens."""
         assert self._frequencies is not None
         after, deltas = rotation_deltas(_take(_longer(state.angles, sequence.kept, 0), index))
-        slots = torch.arange(index.shape[-1], device=self._device).expand_as(index)
+        slots = torch.arange(index.shape[-1], device=index.device).expand_as(index)
         flat = self._flat(sequence.tables[0], slots)
-        rotate_keys(self._pools.pools[0].k, flat, deltas, self._frequencies)
+        rotate_keys(self._pools.pools[0].k, flat, sent(deltas, self._device), self._frequencies)
         state.angles = after
 
 
@@ -261,16 +291,23 @@ def _in_place(index: Tensor, slots: int) -> Tensor:
     """
     count = index.shape[-1]
     stays = torch.zeros(*index.shape[:-1], slots, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
-    result = torch.arange(count, device=index.device).expand_as(index).clone()
-    # In each layer and head, as many slots from the end as there are gaps, both row by row.
-    result[~stays[..., :count]] = stays[..., count:].nonzero()[:, -1] + count
-    return result
+    # The i-th slot that stays after the new length fills the i-th gap: as many as there are gaps.
+    gaps, after = ~stays[..., :count], stays[..., count:]
+    sources = index.new_zeros(*index.shape[:-1], slots - count + 1)
+    places = torch.where(after, after.cumsum(-1) - 1, slots - count)
+    sources.scatter_(-1, places, torch.arange(count, slots, device=index.device).expand_as(places))
+    rank = (gaps.cumsum(-1) - 1).clamp(min=0)
+    return torch.where(gaps, sources.gather(-1, rank), torch.arange(count, device=index.device))
 
 
-def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns sources and targets of the slots that an in-place order moves, [.., m]; padded with slots that stay."""
+def _moved(index: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Returns sources and targets of the slots that an order moves, [.., m]; padded with slots that stay.
+
+    most: at least as many as move in any layer and head. m is `most` on a device, which must not be waited for.
+    """
     moves = index != torch.arange(index.shape[-1], device=index.device)
-    most = int(moves.sum(dim=-1).max())
+    if index.device.type == "cpu":
+        most = int(moves.sum(dim=-1).max())
     targets = moves.to(torch.int8).topk(most, dim=-1).indices
     return index.gather(-1, targets), targets
 
@@ -278,15 +315,14 @@ def _moved(index: Tensor) -> tuple[Tensor, Tensor]:
 def _may_reuse(evictor: Evictor, index: Tensor) -> bool:
     """Returns whether the next token may take the evicted token's slot, so that nothing moves.
 
-    The slot must be the same in all layers and heads, and the policy must need no order, scores or compacted positions.
+    The slot must be known, and the same in all layers and heads; the policy must need no order or compacted positions.
     """
-    policy = evictor.policy
     joint = index.shape[0] == index.shape[1] == 1
-    return joint and not evictor.ordered and not policy.uses_scores and not policy.compacted
+    return joint and evictor.on_host and not evictor.ordered and not evictor.policy.compacted
 
 
 def _missing(index: Tensor) -> int:
-    """Returns the only slot that is not kept. index: [1, 1, n] int64, ascending."""
+    """Returns the only slot that is not kept. index: [1, 1, n] int64 on the host, ascending."""
     return int((index[0, 0] == torch.arange(index.shape[-1], device=index.device)).sum())
 
 

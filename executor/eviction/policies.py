@@ -71,7 +71,7 @@ class AttentionRanked(Ranked):
     def reindex(self, index: Tensor) -> None:
         self.sums.reindex(index)
 
-    def kept_mass(self, index: Tensor) -> float | None:
+    def kept_mass(self, index: Tensor) -> Tensor | None:
         return self.sums.share(index)
 
 
@@ -80,6 +80,8 @@ class SlidingWindow(Ranked):
 
     Xiao et al. 2023, StreamingLLM, section 3.2.
     """
+
+    on_host: ClassVar[bool] = True
 
     def scores(self, view: KvView) -> Tensor:
         """[1, 1, T] float32: the positions. Of large positions that are equal as floats, the earlier is evicted."""
@@ -193,8 +195,8 @@ class Tova(Ranked):
         """[L, 1, T] float32."""
         return self._weights.values(view.positions.shape[-1])
 
-    def kept_mass(self, index: Tensor) -> float | None:
-        """Returns the share of the last query's weights."""
+    def kept_mass(self, index: Tensor) -> Tensor | None:
+        """[] float64: the share of the last query's weights."""
         return self._weights.share(index)
 
 

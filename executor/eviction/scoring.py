@@ -48,16 +48,15 @@ class SlotScores:
         self._held.zero_()
         self._held[..., : kept.shape[-1]] = kept
 
-    def share(self, index: Tensor) -> float | None:
-        """Returns the share of the total of slots `index`, [1 or L, 1 or H, T'] int64; None if all are 0."""
+    def share(self, index: Tensor) -> Tensor:
+        """[] float64: the share of the total of slots `index`, [1 or L, 1 or H, T'] int64; NaN if all are 0."""
         return share(self._held, index)
 
 
-def share(scores: Tensor, index: Tensor) -> float | None:
-    """Returns the share of scores [L, H, T] of slots `index`, [1 or L, 1 or H, T'] int64; None if all are 0."""
-    total = float(scores.sum())
+def share(scores: Tensor, index: Tensor) -> Tensor:
+    """[] float64: the share of scores [L, H, T] of slots `index`, [1 or L, 1 or H, T'] int64; NaN if all are 0."""
     kept = scores.gather(-1, index.expand(*scores.shape[:-1], -1))
-    return float(kept.sum()) / total if total else None
+    return kept.sum().double() / scores.sum().double()
 
 
 def lowest(scores: Tensor, positions: Tensor, count: int) -> Tensor:

@@ -26,7 +26,7 @@ def test_slots_behind_those_that_stayed_begin_anew() -> None:
 
 def test_shares_are_of_everything_that_was_gathered() -> None:
     sums = SlotScores(KvShape(2, 1, CPU), 1)
-    assert sums.share(torch.tensor([[[0]]])) is None
+    assert sums.share(torch.tensor([[[0]]])).isnan()
     sums.add(torch.tensor([[[1.0, 2.0, 1.0]], [[0.0, 3.0, 1.0]]]))
     assert sums.share(torch.tensor([[[0, 1]]])) == 0.75
     assert sums.share(torch.tensor([[[0, 1]], [[0, 2]]])) == 0.5
