@@ -22,8 +22,8 @@ from executor.core.adapters import Adapters
 from executor.core.draft_model import Draft, DraftModel
 from executor.core.drafts import Drafter
 from executor.core.grammars import Grammars
-from executor.core.largest_step import run_largest_step
 from executor.core.outbox import Outbox
+from executor.core.rehearsal import rehearse
 from executor.core.runner import Runner
 from executor.core.watchdog import Watchdog
 from executor.core.worker import Worker
@@ -99,7 +99,7 @@ def load(settings: ExecutorSettings, started: float) -> Loaded:
         sizes = draft.with_bytes(sizes, settings.block_size)
     release_unused_memory()
     if device.type == "cuda":
-        run_largest_step(model, settings.block_size, cache_dtype, scales)
+        rehearse(model, settings.block_size, cache_dtype, scales)
     blocks = count_blocks(
         sizes,
         settings.block_size,

@@ -141,10 +141,12 @@ def replaying(folder: Path) -> Iterator[Model]:
         yield replace(model, forward=forward)
 
 
-def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], set[GraphSize]]:
+def replayed(
+    folder: Path, prompts: list[list[int]], count: int, cache: torch.dtype = torch.float32
+) -> tuple[list[list[int]], set[GraphSize]]:
     """Greedy outputs, and the sizes that were repeated."""
     with replaying(folder) as model:
-        driver = Driver(model)
+        driver = Driver(model, cache=cache)
         outputs: list[list[int]] = [[] for _ in prompts]
         for clock in range(len(prompts) + count - 1):
             ended = tuple(i for i, output in enumerate(outputs) if clock == i + count and len(output) == count)
@@ -168,6 +170,19 @@ def test_a_repeated_step_computes_with_what_was_put_into_its_buffers(
         assert mismatch is None or mismatch.is_tie
     # The prompts come alone and beside decodes.
     assert sizes == {*DECODES[:3], PREFILLS[0]}
+
+
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_repeated_step_reads_and_writes_keys_and_values_of_8_bits(
+    cache: torch.dtype, model_folder: Callable[[str], Path], interpreter: Callable[..., Any]
+) -> None:
+    folder, prompts, count = model_folder("qwen3, compiled"), [[5, 60, 7, 80, 9, 90, 2, 3], [11, 3, 44]], 5
+    outputs, sizes = interpreter(replayed, folder, prompts, count, cache)
+    driver = Driver(on_torch(folder), cache=cache)
+    assert outputs == [
+        [one.token_id for one in driver.generate(handle, prompt, count)] for handle, prompt in enumerate(prompts)
+    ]
+    assert sizes == {*DECODES[:2], PREFILLS[0]}
 
 
 def slid(model: Model, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
