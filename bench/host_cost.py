@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from executor.models.llama import with_fallback
 from executor.models.load import model_of
 from executor.models.torch import TorchForward
 from executor.step import NewSequence, Sampling, Step, StepOutput
+from scheduler.core.loop import AHEAD_SECONDS, MOST_AHEAD
 from tests.support.simulated_device import Timeline, TimelineEvent
 from tests.support.worker_loop import WorkerLoop
 
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "255 decode beside 1,024 tokens": ({}, 255, 1024),
 }
 DEVICE_MS, LAUNCH_MS = (2.0, 5.0, 20.0), (0.5, 5.0)
-# Host time of a step besides its launch, and time until the scheduler has answered an output with a further step.
+# Host time of a step besides its launch, and time until the scheduler has answered an output with one more step.
 PREPARE_MS, TURN_MS = 0.4, 1.0
 
 
@@ -187,12 +189,13 @@ class TimedRunner:
 
 
 def idle_share(device_seconds: float, launch_seconds: float) -> float:
-    """The share of time that a simulated device is idle, with at most two steps in flight."""
+    """The share of time that a simulated device is idle, with as many steps in flight as the scheduler sends."""
+    in_flight = 1 + min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / device_seconds))
     timeline = Timeline(time.perf_counter, time.sleep)
     event: Callable[..., TimelineEvent] = lambda *, enable_timing: TimelineEvent(timeline)  # noqa: E731
     with patch.object(torch.cuda, "Event", event):
         runner = cast(Runner, cast(Any, TimedRunner(timeline, device_seconds, launch_seconds)))
-        outputs = WorkerLoop(runner, TURN_MS / 1e3).run(WARM + STEPS)[WARM:]
+        outputs = WorkerLoop(runner, TURN_MS / 1e3, in_flight).run(WARM + STEPS)[WARM:]
     return sum(one.idle_time for one in outputs) / sum(one.compute_time + one.idle_time for one in outputs)
 
 

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -192,8 +193,7 @@ class Logprobs:
         return Logprobs(self.logprob, self.top_ids[:count], self.top_logprobs[:count])
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A new token of one sequence. failed: it only ends an output whose grammar could not be followed any further."""
 
     sequence: int

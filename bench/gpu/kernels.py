@@ -31,7 +31,7 @@ from kernels.paged_attention.tiling import TileSizes
 from kernels.rms_norm import reference as norm_reference
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store import reference as rotary_reference
-from kernels.rotary_store.launch import rotary_store
+from kernels.rotary_store.launch import HeadNorms, rotary_store
 from kernels.rotate_keys import reference as turn_reference
 from kernels.rotate_keys.launch import rotate_keys
 from kernels.silu_mul import reference as silu_reference
@@ -42,6 +42,7 @@ from tests.kernels.attention_cases import Case, build, error_ratio, exact
 
 # Limits of the relative error: root mean square of the error over that of the reference.
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+EPS = 1e-5
 # Limit of the difference between two correct computations in bfloat16.
 BETWEEN = 2e-2
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
@@ -75,6 +76,7 @@ def check_on(device: str) -> None:
             ("norm of a sum", _norm_of_sum),
             ("activation", _activated),
             ("rotary", _rotary),
+            ("rotary, normed", partial(_rotary, normed=True)),
             ("keys turned back", _turned),
             ("scores", _scores),
         ):
@@ -102,14 +104,14 @@ def _random(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 def _norm(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     x, weight = _random(dtype, 7, 4096), _random(dtype, 4096, seed=1)
-    return rms_norm(x.to(device), weight.to(device), 1e-5), norm_reference.rms_norm(x.double(), weight.double(), 1e-5)
+    return rms_norm(x.to(device), weight.to(device), EPS), norm_reference.rms_norm(x.double(), weight.double(), EPS)
 
 
 def _norm_of_sum(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     x, weight, total = _random(dtype, 5, 3, 128), _random(dtype, 128, seed=1), _random(dtype, 5, 3, 128, seed=2)
     on_device, truth = total.to(device, copy=True), total.double()
-    got = rms_norm(x.to(device), weight.to(device), 1e-5, residual=on_device)
-    normed = norm_reference.rms_norm(x.double(), weight.double(), 1e-5, residual=truth)
+    got = rms_norm(x.to(device), weight.to(device), EPS, residual=on_device)
+    normed = norm_reference.rms_norm(x.double(), weight.double(), EPS, residual=truth)
     return torch.cat([got.flatten(), on_device.flatten()]), torch.cat([normed.flatten(), truth.flatten()])
 
 
@@ -128,8 +130,8 @@ def _drawn(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     return got.cpu(), draw_reference.draw_tokens(logits[rows], parameters)
 
 
-def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Query and caches after the kernel; the last row belongs to no sequence."""
+def _rotary(dtype: torch.dtype, device: str, *, normed: bool = False) -> tuple[Tensor, Tensor]:
+    """Query and caches after the kernel, which norms heads if `normed`; the last row belongs to no sequence."""
     angles = torch.arange(64)[:, None] * torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(3))
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
     qkv = _random(dtype, 5, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
@@ -140,10 +142,14 @@ def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         caches = torch.zeros(2, 6, BLOCK, KV_HEADS, HEAD_DIM, dtype=wide, device=where)
         # The device multiplies with rounded cosines and sines.
         angles = [one.to(where, dtype).to(wide) for one in (cos, sin)]
+        weight = torch.linspace(0.5, 1.5, HEAD_DIM).to(where, dtype).to(wide) if normed else None
         if wide == dtype:
-            rotary_store(*parts, *angles, torch.tensor(positions, device=where), slots.to(where), *caches)
+            places = torch.tensor(positions, device=where)
+            norms = HeadNorms(weight, weight, EPS)
+            rotary_store(*parts, *angles, places, slots.to(where), *caches, norms=norms)
         else:
-            rotary_reference.rotary_store(*parts, *angles, positions, slots, *caches)
+            norm = {"q_norm": weight, "k_norm": weight, "eps": EPS}
+            rotary_reference.rotary_store(*parts, *angles, positions, slots, *caches, **norm)
         return torch.cat([parts[0][:4].flatten(), caches.flatten()])
 
     return result(device, dtype), result("cpu", torch.float64)

@@ -397,8 +397,10 @@ class Runner:
             sequence.reuse_position = None
         for sequence, tokens in zip(sampling, accepted, strict=True):
             sequence.known += tokens
+        for handle in scheduled.drafts:
             # The keys and values of rejected drafts come after the computed tokens, where the next step writes.
-            rejected = 1 + len(scheduled.drafts.get(sequence.handle, ())) - tokens
+            sequence = self._sequences.get(handle)
+            rejected = sequence.computed + 1 - sequence.known
             sequence.computed -= rejected
             sequence.kept -= rejected
         if self._drafter is not None:
@@ -410,7 +412,7 @@ class Runner:
         scheduled.span.end()
         wanted = self._note_drafts(scheduled)
         launched = LaunchedStep(scheduled, sampled, accepted, failed, wanted, windows, prompts)
-        if any(sequence.handle in self._restrictions for sequence in sampling):
+        if self._restrictions and any(sequence.handle in self._restrictions for sequence in sampling):
             if self.overlaps:
                 self._unsettled.append(launched)
             else:
@@ -442,39 +444,70 @@ class Runner:
         restricted: Mapping[int, Sequence[RowRestrictions | None]],
     ) -> tuple[SampleResult, list[int]]:
         """Samples all rows; returns the samples, and how many of each sequence's rows count."""
-        rows = [row for s in sequences for row in self._rows(s, drafts.get(s.handle, ()), restricted.get(s.handle))]
+        rows = list(self._rows(sequences, drafts, restricted))
         sampled = sample(output.logits, rows, output.best, self._counts)
-        token_rows, ids, accepted, kept, first = output.output_token_rows, sampled.ids, [], [], 0
-        counted: list[tuple[int, int]] = []
-        host_ids = [] if self._drafter is None else ids.tolist()
-        for sequence in sequences:
-            drafted, count = drafts.get(sequence.handle, ()), 1
-            if self._drafter is not None:
-                own = host_ids[first : first + 1 + len(drafted)]
-                count = count_accepted(own, drafted, sequence.sampling.stop_token_ids)
-                self._drafter.extend(sequence, own[:count])
-            if sequence.handle in self._counts:
-                counted += [(sequence.handle, row) for row in range(first, first + count)]
-            accepted.append(count)
-            kept.append(first + count - 1)
-            first += 1 + len(drafted)
-        if counted:
-            handles, places = zip(*counted, strict=True)
-            self._counts.add(handles, ids[to_device(places, ids.device)])
+        token_rows, ids, accepted = output.output_token_rows, sampled.ids, [1] * len(sequences)
+        if self._drafter is not None:
+            accepted = self._accept(sequences, drafts, ids.tolist(), self._drafter)
+        if self._counts:
+            self._count(sequences, drafts, accepted, ids)
         if drafts:
-            token_rows, ids = token_rows[kept], ids[kept]
+            last = [first + count - 1 for first, count in zip(first_rows(sequences, drafts), accepted, strict=True)]
+            token_rows, ids = token_rows[last], ids[last]
         self._last_tokens.index_copy_(0, token_rows, ids)
         # The copy is requested here: after the next step is launched, the copy would wait for that step, too.
         return sampled.on_host(), accepted
 
     def _rows(
-        self, sequence: SequenceState, drafts: Sequence[int], restricted: Sequence[RowRestrictions | None] | None
+        self,
+        sequences: Sequence[SequenceState],
+        drafts: Mapping[int, Sequence[int]],
+        restricted: Mapping[int, Sequence[RowRestrictions | None]],
     ) -> Iterator[SamplingRow]:
-        """Returns how to sample after a sequence's last known token and after each draft, as if it were accepted."""
-        position = sequence.known - sequence.num_prompt
-        counted = sequence.handle if sequence.handle in self._counts else None
-        for index, restrictions in enumerate(restricted or [None] * (1 + len(drafts))):
-            yield SamplingRow(sequence.sampling, position + index, restrictions, counted, drafts[:index])
+        """Yields how to sample after the last known token and after each draft, as if it were accepted."""
+        if not (drafts or restricted or self._counts):
+            # Nearly all steps: with hundreds of sequences, the rest of this function takes longer than all other work.
+            yield from (SamplingRow(one.sampling, one.known - one.num_prompt) for one in sequences)
+            return
+        for sequence in sequences:
+            position, handle = sequence.known - sequence.num_prompt, sequence.handle
+            counted, own = handle if handle in self._counts else None, drafts.get(handle, ())
+            for index, restrictions in enumerate(restricted.get(handle) or [None] * (1 + len(own))):
+                yield SamplingRow(sequence.sampling, position + index, restrictions, counted, own[:index])
+
+    def _accept(
+        self,
+        sequences: Sequence[SequenceState],
+        drafts: Mapping[int, Sequence[int]],
+        ids: Sequence[int],
+        drafter: Drafter,
+    ) -> list[int]:
+        """Tells the drafter the sampled ids that count; returns how many these are for each sequence."""
+        accepted = []
+        for sequence, first in zip(sequences, first_rows(sequences, drafts), strict=True):
+            drafted = drafts.get(sequence.handle, ())
+            own = ids[first : first + 1 + len(drafted)]
+            accepted.append(count_accepted(own, drafted, sequence.sampling.stop_token_ids))
+            drafter.extend(sequence, own[: accepted[-1]])
+        return accepted
+
+    def _count(
+        self,
+        sequences: Sequence[SequenceState],
+        drafts: Mapping[int, Sequence[int]],
+        accepted: Sequence[int],
+        ids: Tensor,
+    ) -> None:
+        """Counts the accepted tokens of sequences with penalties. ids: [R] int64, of all rows."""
+        rows = [
+            (sequence.handle, row)
+            for sequence, first, count in zip(sequences, first_rows(sequences, drafts), accepted, strict=True)
+            if sequence.handle in self._counts
+            for row in range(first, first + count)
+        ]
+        if rows:
+            handles, places = zip(*rows, strict=True)
+            self._counts.add(handles, ids[to_device(places, ids.device)])
 
     def _note_drafts(self, scheduled: ScheduledStep) -> Mapping[int, int]:
         """Tells the drafter the time of a step that only decoded; returns how many drafts are worth computing next."""
@@ -569,6 +602,14 @@ class Runner:
                 for k_cache, v_cache in pool.pairs:
                     copy_blocks(k_cache, v_cache, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
+
+
+def first_rows(sequences: Sequence[SequenceState], drafts: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """Yields the first row of each sampling sequence: it has a row, and one for each of its drafts."""
+    row = 0
+    for sequence in sequences:
+        yield row
+        row += 1 + len(drafts.get(sequence.handle, ()))
 
 
 def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:

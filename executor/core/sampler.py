@@ -10,6 +10,7 @@ top-k, top-p over what top-k left, and min-p relative to the best token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,7 @@ from kernels.draw_tokens.launch import draw_tokens
 _LEAST_TEMPERATURE = 1e-30
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row to sample: output_position counts generated tokens from 0.
 
     restrictions: allowed tokens and biases applied to the logits; None for none. counted: the handle of the row's

@@ -20,6 +20,9 @@ class TokenCounts:
         self._prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._output = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def __contains__(self, handle: int) -> bool:
         return handle in self._rows
 

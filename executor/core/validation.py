@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from executor.batch import SequenceState
 from executor.core.state import SequenceTable, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
 from executor.step import MAX_SEQUENCES, Copy, NewSequence, Step, Tier
@@ -27,27 +28,52 @@ class Limits:
 
 
 @dataclass
-class _Future:
-    """A sequence as it will be after the step's diff. blocks: length of its block table per layer group.
+class _Changed:
+    """A running sequence as it will be after a step's diff. blocks: length of its block table per layer group.
 
-    kept: slots in use. prompt: tokens of the request's prompt. evicts: whether it has begun to evict.
+    The other fields are those of SequenceState.
     """
 
     computed: int
     known: int
     blocks: list[int]
     kept: int
-    prompt: int
+    num_prompt: int
     policy: Policy | None = None
     evicts: bool = False
     stopped: bool = False
 
-    @property
-    def slots(self) -> int:
-        """Slots in use when the sequence computes more."""
-        if self.policy is None or not self.evicts:
-            return self.kept
-        return self.policy.kept_after(self.kept, self.computed, self.prompt)
+    @classmethod
+    def of(cls, sequence: SequenceState) -> "_Changed":
+        """Returns a copy that may change."""
+        return cls(
+            computed=sequence.computed,
+            known=sequence.known,
+            blocks=sequence.blocks,
+            kept=sequence.kept,
+            num_prompt=sequence.num_prompt,
+            policy=sequence.policy,
+            evicts=sequence.evicts,
+            stopped=sequence.stopped,
+        )
+
+
+# All sequences after a step's diff. Most are as they were: copies of hundreds would take as long as the step's checks.
+_Future = dict[int, SequenceState | _Changed]
+
+
+def _changing(future: _Future, handle: int) -> _Changed:
+    found = future[handle]
+    if isinstance(found, SequenceState):
+        found = future[handle] = _Changed.of(found)
+    return found
+
+
+def _slots(sequence: SequenceState | _Changed) -> int:
+    """Returns the slots in use when a sequence computes more."""
+    if sequence.policy is None or not sequence.evicts:
+        return sequence.kept
+    return sequence.policy.kept_after(sequence.kept, sequence.computed, sequence.num_prompt)
 
 
 def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Limits) -> None:
@@ -56,19 +82,7 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
         raise StepOutOfOrderError(
             f"step {step.number} after step {last_step}", fields={"step": f"must be {last_step + 1}"}
         )
-    future = {
-        sequence.handle: _Future(
-            computed=sequence.computed,
-            known=sequence.known,
-            blocks=[len(table) for table in sequence.tables],
-            kept=sequence.kept,
-            prompt=sequence.num_prompt,
-            policy=sequence.policy,
-            evicts=sequence.evicts,
-            stopped=sequence.stopped,
-        )
-        for sequence in sequences
-    }
+    future: _Future = {sequence.handle: sequence for sequence in sequences}
     for handle in step.removed:
         if future.pop(handle, None) is None:
             raise _unknown("removed_sequences", handle)
@@ -79,12 +93,12 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
             said = f"would be one sequence too many: {MAX_SEQUENCES} are in the running set"
             raise invalid("new_sequences.sequence", new.sequence, said)
         _check_new(new, limits)
-        future[new.sequence] = _Future(
+        future[new.sequence] = _Changed(
             computed=new.num_computed_tokens,
             known=len(new.token_ids),
             blocks=[len(table) for table in new.tables],
             kept=new.num_computed_tokens,
-            prompt=new.num_prompt_tokens,
+            num_prompt=new.num_prompt_tokens,
             policy=new.policy,
         )
     _check_tables(step, future, limits)
@@ -132,17 +146,17 @@ def _check_sampling(new: NewSequence, limits: Limits) -> None:
         raise invalid("new_sequences.num_computed_tokens", handle, "must be 0 with num_prompt_logprobs")
 
 
-def _check_tables(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+def _check_tables(step: Step, future: _Future, limits: Limits) -> None:
     for update in step.table_updates:
         if update.sequence not in future:
             raise _unknown("table_sequences", update.sequence)
         if update.group >= len(limits.windows):
             raise invalid("table_groups", update.sequence, f"must be below {len(limits.windows)}")
         _check_slots("table_slots", update.sequence, update.slots, limits.num_blocks[update.group])
-        future[update.sequence].blocks[update.group] += len(update.slots)
+        _changing(future, update.sequence).blocks[update.group] += len(update.slots)
 
 
-def _check_windows(step: Step, future: dict[int, _Future]) -> None:
+def _check_windows(step: Step, future: _Future) -> None:
     for handle, tokens in step.windows.items():
         sequence = future.get(handle)
         if sequence is None:
@@ -153,7 +167,7 @@ def _check_windows(step: Step, future: dict[int, _Future]) -> None:
             raise invalid("window_sequences", handle, "must have begun to evict")
         if not sequence.policy.allows_window(tokens):
             raise invalid("window_tokens", handle, "must be a multiple of period_tokens within the policy's bounds")
-        sequence.policy = sequence.policy.with_window(tokens)
+        _changing(future, handle).policy = sequence.policy.with_window(tokens)
     for handle in step.looking:
         if handle not in future:
             raise _unknown("looking_sequences", handle)
@@ -162,7 +176,7 @@ def _check_windows(step: Step, future: dict[int, _Future]) -> None:
             raise invalid("looking_sequences", handle, "must have an adaptive window")
 
 
-def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+def _check_evicting(step: Step, future: _Future, limits: Limits) -> None:
     for handle, table in step.evicting.items():
         sequence = future.get(handle)
         if sequence is None:
@@ -171,11 +185,12 @@ def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> N
             raise invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
         # Models with policies have one layer group.
         _check_slots("evicting_slots", handle, table, limits.num_blocks[0])
-        sequence.evicts = True
+        changed = _changing(future, handle)
+        changed.evicts = True
         if table:
-            sequence.blocks = [len(table)]
-            if sequence.slots > len(table) * limits.block_size:
-                raise invalid("evicting_slots", handle, f"do not hold the {sequence.slots} tokens that stay")
+            changed.blocks = [len(table)]
+            if (slots := _slots(changed)) > len(table) * limits.block_size:
+                raise invalid("evicting_slots", handle, f"do not hold the {slots} tokens that stay")
 
 
 def _check_slots(field: str, handle: int, slots: tuple[int, ...], num_blocks: int, null_until: int = 0) -> None:
@@ -206,7 +221,7 @@ def _invalid_copy(copy: Copy, field: str, description: str) -> InvalidStepError:
     return InvalidStepError(f"copy {copy.ticket}: {field} {description}", fields={field: description})
 
 
-def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+def _check_work(step: Step, future: _Future, limits: Limits) -> None:
     for handle in step.idle:
         if handle not in future:
             raise _unknown("idle_sequences", handle)
@@ -221,32 +236,37 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
     _check_drafts(step, future)
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
-        drafts = step.drafts.get(handle, 0) if count else 0
-        count += drafts
-        if not count and not sequence.stopped:
+        if count:
+            _check_capacity(handle, sequence, count, step.drafts.get(handle, 0), limits)
+        elif not sequence.stopped:
             _check_named(step, handle)
-        end = sequence.slots + count
-        if count and end > min(sequence.blocks) * limits.block_size:
-            raise CapacityExceededError(
-                f"sequence {handle} would use {end} slots, its tables hold {min(sequence.blocks) * limits.block_size}",
-                fields={"table_slots": "have no slots for the step's tokens"},
-                metadata={"sequence": str(handle)},
-            )
-        end = sequence.slots + count if sequence.policy and sequence.policy.compacted else sequence.computed + count
-        if count and end > limits.max_positions:
-            possible = limits.max_positions - end + drafts
-            if possible < 0:
-                fields = {"idle_sequences": "must name a sequence that has reached the model's greatest length"}
-            else:
-                fields = {"draft_tokens": f"must be at most {possible}: the model takes no more tokens"}
-            raise CapacityExceededError(
-                f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",
-                fields=fields,
-                metadata={"sequence": str(handle)},
-            )
 
 
-def _check_drafts(step: Step, future: dict[int, _Future]) -> None:
+def _check_capacity(handle: int, sequence: SequenceState | _Changed, count: int, drafts: int, limits: Limits) -> None:
+    """Raises CapacityExceededError if a sequence has no room for `count` tokens and the drafted tokens."""
+    end, room = _slots(sequence) + count + drafts, min(sequence.blocks) * limits.block_size
+    if end > room:
+        raise CapacityExceededError(
+            f"sequence {handle} would use {end} slots, its tables hold {room}",
+            fields={"table_slots": "have no slots for the step's tokens"},
+            metadata={"sequence": str(handle)},
+        )
+    if sequence.policy is None or not sequence.policy.compacted:
+        end = sequence.computed + count + drafts
+    if end > limits.max_positions:
+        possible = limits.max_positions - end + drafts
+        if possible < 0:
+            fields = {"idle_sequences": "must name a sequence that has reached the model's greatest length"}
+        else:
+            fields = {"draft_tokens": f"must be at most {possible}: the model takes no more tokens"}
+        raise CapacityExceededError(
+            f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",
+            fields=fields,
+            metadata={"sequence": str(handle)},
+        )
+
+
+def _check_drafts(step: Step, future: _Future) -> None:
     for handle, count in step.drafts.items():
         sequence = future.get(handle)
         if sequence is None:

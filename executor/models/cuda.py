@@ -26,7 +26,7 @@ from executor.models.llama import layer_adapters
 from executor.models.torch import add_low_rank, on_device
 from kernels.paged_attention.batch import AttentionArgs
 from kernels.rms_norm.launch import rms_norm
-from kernels.rotary_store.launch import rotary_store
+from kernels.rotary_store.launch import NO_NORMS, HeadNorms, rotary_store
 from kernels.scores import SequenceScores
 from kernels.silu_mul.launch import silu_mul
 from kernels.weights import LayerAdapter, LowRank, Weights
@@ -128,15 +128,14 @@ class LlamaForward:
         qkv = normal @ layer.qkv.t() if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normal, layer.qkv.t())
         qkv = _added(qkv, normal, number, "qkv", batch.adapters, [heads * weights.head_dim for heads in self._heads])
         query, key, value = torch.split(qkv.view(len(normal), -1, weights.head_dim), self._heads, 1)
-        for heads, norm in ((query, layer.q_norm), (key, layer.k_norm)):
-            if norm is not None:
-                rms_norm(heads, norm, weights.epsilon, out=heads)
+        norms = HeadNorms(layer.q_norm, layer.k_norm, weights.epsilon)
         slots, k_scale, v_scale = batch.slot_mappings[layer.group], cache.k_scale, cache.v_scale
-        if k_scale is None:
-            # If the caches have a different float type, attention computes in that type.
-            query, key, value = (one.to(cache.k.dtype) for one in (query, key, value))
+        if k_scale is None and cache.k.dtype != query.dtype:
+            # Attention computes in the type of the caches.
+            query, key, value = (one.to(cache.k.dtype) for one in (*norms.apply(query, key), value))
+            norms = NO_NORMS
         rotated = query, key, value, self._cos, self._sin, batch.positions
-        rotary_store(*rotated, slots, cache.k, cache.v, k_scale=k_scale, v_scale=v_scale)
+        rotary_store(*rotated, slots, cache.k, cache.v, k_scale=k_scale, v_scale=v_scale, norms=norms)
         window = self._windows[layer.group]
         args = AttentionArgs(weights.attention_scale, window, k_scale=k_scale, v_scale=v_scale)
         return attention.attend(number, query, cache.k, cache.v, paged, args).flatten(1).to(normal.dtype)

@@ -1,4 +1,4 @@
-"""One program per row and KV head: rotates its key and the query heads that share it, and stores key and value."""
+"""One program per row and KV head: norms and rotates its key and the query heads that share the key, and stores."""
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -19,6 +19,21 @@ def _rotated(first, second, cos, sin):
 
 
 @triton.jit
+def _normed(first, second, weight_ptr, eps, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Both halves of heads, [.., HALF_PADDED], over their root mean square, times the weights, rounded as rms_norm."""
+    dtype = first.dtype
+    dim = tl.arange(0, HALF_PADDED)
+    first_weight = tl.load(weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    mean = tl.sum(first * first + second * second, -1, keep_dims=True) / (2 * HALF)
+    factor = tl.rsqrt(mean + eps)
+    first = (first * factor).to(dtype).to(tl.float32) * first_weight
+    second = (second * factor).to(dtype).to(tl.float32) * second_weight
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
 def rotary_store_kernel(
     query_ptr,
     key_ptr,
@@ -31,6 +46,9 @@ def rotary_store_kernel(
     v_cache_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     query_token_stride,
     query_head_stride,
     key_token_stride,
@@ -45,6 +63,8 @@ def rotary_store_kernel(
     HALF: tl.constexpr,  # of the head size
     HALF_PADDED: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
 ):
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -66,12 +86,16 @@ def rotary_store_kernel(
     used = (in_group < GROUP)[:, None] & inside[None, :]
     first = tl.load(query, mask=used, other=0.0)
     second = tl.load(query + HALF, mask=used, other=0.0)
+    if Q_NORM:
+        first, second = _normed(first, second, q_norm_ptr, eps, HALF, HALF_PADDED)
     tl.store(query, _rotated(first, second, cos[None, :], -sin[None, :]), mask=used)
     tl.store(query + HALF, _rotated(second, first, cos[None, :], sin[None, :]), mask=used)
 
     key = key_ptr + row * key_token_stride + kv_head * key_head_stride + dim
     first = tl.load(key, mask=inside, other=0.0)
     second = tl.load(key + HALF, mask=inside, other=0.0)
+    if K_NORM:
+        first, second = _normed(first, second, k_norm_ptr, eps, HALF, HALF_PADDED)
     first_key = _rotated(first, second, cos, -sin)
     second_key = _rotated(second, first, cos, sin)
     value = value_ptr + row * value_token_stride + kv_head * value_head_stride + dim

@@ -18,7 +18,7 @@ from kernels.draw_tokens.launch import draw_with_triton
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, attend_with_triton
 from kernels.paged_attention.tiling import TileSizes, choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
-from kernels.rotary_store.launch import rotate_with_triton
+from kernels.rotary_store.launch import HeadNorms, rotate_with_triton
 from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton
 from kernels.silu_mul.launch import silu_mul_with_triton
 from kernels.store_kv.launch import store_with_triton
@@ -76,6 +76,9 @@ ATTENTION = {
 }
 # The instruction that multiplies the matrices of a tile with many query rows.
 MULTIPLIES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+# Registers of a multiprocessor, and the programs that decode on one at the same time: fewer would load too few keys.
+REGISTERS = 1 << 16
+TOGETHER = {80: 2, 90: 3, 100: 3}
 # Bytes that a program may put aside so that one more fits a multiprocessor: three values, stored before a loop and
 # loaded after the loop.
 FEW_BYTES = 24
@@ -215,7 +218,8 @@ def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         scale = torch.empty(8, 128) if cache_dtype != dtype else None
         table = torch.empty(1000, 128)
         positions = torch.empty(7, dtype=torch.int64)
-        rotate_with_triton(query, key, value, table, table, positions, positions, cache, cache, scale, scale)
+        norms = HeadNorms(table[0].to(dtype), table[0].to(dtype), 1e-5)
+        rotate_with_triton(query, key, value, table, table, positions, positions, cache, cache, scale, scale, norms)
 
 
 def norm_nothing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -330,10 +334,12 @@ def test_paged_attention_compiles(compiler: Compile, case: Attention, capability
         assert used.shared <= SHARED[capability]
         assert all(one.spilled == 0 for one in merging)
         assert used.spilled <= FEW_BYTES or not case.full
+        sizes = sizes_of(case, BF16, capability)
+        together = min(REGISTERS // (used.registers * 32 * sizes.num_warps), SHARED[capability] // used.shared)
+        assert together >= (TOGETHER[capability] if case.queries == 1 else 1)
         # The copies that a tile does not wait for are those of later tiles.
         ahead = max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx))
-        stages = sizes_of(case, BF16, capability).num_stages
-        assert ahead >= 2 * (stages - 2) * (case.head_dim <= 128)
+        assert ahead >= 2 * (sizes.num_stages - 2) * (case.head_dim <= 128)
         # The instructions of later devices need at least 64 rows: decoding multiplies as on sm_80.
         assert MULTIPLIES[capability if case.queries > 1 else 80] in used.ptx
 

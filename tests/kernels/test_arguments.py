@@ -12,7 +12,7 @@ from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, paged_attention
 from kernels.rms_norm.launch import rms_norm
-from kernels.rotary_store.launch import rotary_store
+from kernels.rotary_store.launch import HeadNorms, rotary_store
 from kernels.rotate_keys.launch import rotate_keys
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build
@@ -161,6 +161,9 @@ WRONG: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
         ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
         ({"k_scale": torch.ones(2)}, "k_scale: only int8"),
+        ({"norms": HeadNorms(query=torch.ones(8))}, r"norms.query: expected \[D\] = \[16\], got \[8\]"),
+        ({"norms": HeadNorms(key=torch.ones(16).half())}, "norms.key: expected the dtype of query"),
+        ({"norms": HeadNorms(key=torch.ones(32)[::2])}, "norms.key: expected"),
     ],
     attention_scores: [
         ({"lse": torch.zeros(6, 5)}, "lse: expected"),

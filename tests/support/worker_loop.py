@@ -1,4 +1,4 @@
-"""A worker driven like by the scheduler: at most two steps in flight; an output lets the step after the next go."""
+"""A worker driven like by the scheduler: a few steps are in flight, and each output lets one more step go."""
 
 import queue
 import time
@@ -27,11 +27,13 @@ class NoConfirmations:
 class WorkerLoop:
     """Steps of a runner through a separate worker.
 
-    turn_seconds: from the output of a step until the step after the next one arrives.
+    turn_seconds: from the output of a step until one more step arrives. in_flight: number of steps that were sent and
+    are not answered.
     """
 
     runner: Runner
     turn_seconds: float = 0.0015
+    in_flight: int = 2
 
     def run(self, steps: int, **first: Any) -> Sequence[StepOutput]:
         """Outputs of `steps` steps; `first` are the changes of the first step."""
@@ -42,15 +44,15 @@ class WorkerLoop:
         worker.open(session)
         begin = answers.get(timeout=ANSWER_SECONDS)
         assert isinstance(begin, int)
-        worker.submit(session, Step(begin, **first))
-        worker.submit(session, Step(begin + 1))
+        for number in range(begin, begin + self.in_flight):
+            worker.submit(session, Step(number, **(first if number == begin else {})))
         outputs = []
         for number in range(begin, begin + steps):
             output = answers.get(timeout=ANSWER_SECONDS)
             assert isinstance(output, StepOutput), output
             outputs.append(output)
-            if number + 2 < begin + steps:
+            if number + self.in_flight < begin + steps:
                 time.sleep(self.turn_seconds)
-                worker.submit(session, Step(number + 2))
+                worker.submit(session, Step(number + self.in_flight))
         assert worker.stop()
         return outputs
