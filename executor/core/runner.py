@@ -76,8 +76,7 @@ class ScheduledStep:
 
         The seconds that the step waited for copies count as idle.
         """
-        compute, idle = self.span.seconds()
-        return max(0.0, compute - self.waited), idle + self.waited
+        return self.span.seconds(self.waited)
 
 
 @dataclass(frozen=True)
@@ -293,9 +292,7 @@ class Runner:
         """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
         self._waited = 0.0
-        if any(copy.within_device for copy in step.copies):
-            span.begin()
-        self._begin(step.copies, step.number)
+        self._begin(step.copies, step.number, span)
         self._apply(step, restrictions)
         sequences, counts = [], []
         for sequence in self._grouped():
@@ -452,7 +449,7 @@ class Runner:
         if self._counts:
             self._count(sequences, drafts, accepted, ids)
         if drafts:
-            last = [first + count - 1 for first, count in zip(first_rows(sequences, drafts), accepted, strict=True)]
+            last = [first + count - 1 for first, count in zip(rows_begin(sequences, drafts), accepted, strict=True)]
             token_rows, ids = token_rows[last], ids[last]
         self._last_tokens.index_copy_(0, token_rows, ids)
         # The copy is requested here: after the next step is launched, the copy would wait for that step, too.
@@ -484,7 +481,7 @@ class Runner:
     ) -> list[int]:
         """Tells the drafter the sampled ids that count; returns how many these are for each sequence."""
         accepted = []
-        for sequence, first in zip(sequences, first_rows(sequences, drafts), strict=True):
+        for sequence, first in zip(sequences, rows_begin(sequences, drafts), strict=True):
             drafted = drafts.get(sequence.handle, ())
             own = ids[first : first + 1 + len(drafted)]
             accepted.append(count_accepted(own, drafted, sequence.sampling.stop_token_ids))
@@ -501,7 +498,7 @@ class Runner:
         """Counts the accepted tokens of sequences with penalties. ids: [R] int64, of all rows."""
         rows = [
             (sequence.handle, row)
-            for sequence, first, count in zip(sequences, first_rows(sequences, drafts), accepted, strict=True)
+            for sequence, first, count in zip(sequences, rows_begin(sequences, drafts), accepted, strict=True)
             if sequence.handle in self._counts
             for row in range(first, first + count)
         ]
@@ -563,8 +560,8 @@ class Runner:
         for update in step.table_updates:
             self._sequences.grow(update.sequence, update.group, update.slots)
 
-    def _begin(self, copies: Sequence[Copy], step: int) -> None:
-        """Begins copies in their order. Copies within the device wait for their slots first."""
+    def _begin(self, copies: Sequence[Copy], step: int, span: Span | None = None) -> None:
+        """Begins copies in their order. Copies within the device wait for their slots first, then begin the span."""
         begun = 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):
@@ -572,6 +569,8 @@ class Runner:
                 if within:
                     if self.tiers.busy:
                         self._wait(*_slots_of(run))
+                    if span is not None:
+                        span.begin()
                     self._copy(run, step)
                 else:
                     for copy in run:
@@ -604,8 +603,8 @@ class Runner:
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
 
-def first_rows(sequences: Sequence[SequenceState], drafts: Mapping[int, Sequence[int]]) -> Iterator[int]:
-    """Yields the first row of each sampling sequence: it has a row, and one for each of its drafts."""
+def rows_begin(sequences: Sequence[SequenceState], drafts: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """Yields where the rows of each sampling sequence begin: a sequence has a row, and a row for each of its drafts."""
     row = 0
     for sequence in sequences:
         yield row

@@ -25,8 +25,11 @@ class Span(Protocol):
         """Whether the device has done all of the step's work; does not wait."""
         ...
 
-    def seconds(self) -> tuple[float, float]:
-        """Returns the time of the step's work and the idle time before it; waits for the device."""
+    def seconds(self, waited: float = 0.0) -> tuple[float, float]:
+        """Returns the time of the step's work and the idle time before it; waits for the device.
+
+        waited: seconds that the host waited for copies before the step's work, which count as idle if nothing ran.
+        """
         ...
 
 
@@ -65,8 +68,8 @@ class _HostSpan:
     def is_over(self) -> bool:
         return True
 
-    def seconds(self) -> tuple[float, float]:
-        return self._end - self._start, self._idle
+    def seconds(self, waited: float = 0.0) -> tuple[float, float]:
+        return max(0.0, self._end - self._start - waited), self._idle + waited
 
 
 class _CudaSpan:
@@ -95,7 +98,8 @@ class _CudaSpan:
             # The device has failed for good: `seconds` raises the error where it is expected.
             return True
 
-    def seconds(self) -> tuple[float, float]:
+    def seconds(self, waited: float = 0.0) -> tuple[float, float]:  # noqa: ARG002
+        # The work began after the wait: the device was idle meanwhile, or still computed the previous step.
         self._end.synchronize()
         idle = 0.0 if self._before is None else max(0.0, self._before.elapsed_time(self._start))
         return self._start.elapsed_time(self._end) / 1e3, idle / 1e3

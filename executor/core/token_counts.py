@@ -43,9 +43,10 @@ class TokenCounts:
             self._free.append(row)
 
     def clear(self) -> None:
-        """Forgets all sequences."""
-        self._free.extend(self._rows.values())
+        """Forgets all sequences, and releases the memory."""
         self._rows.clear()
+        self._free.clear()
+        self._prompt, self._output = (counts.new_zeros(0, counts.shape[1]) for counts in (self._prompt, self._output))
 
     def add(self, handles: Sequence[int], tokens: Tensor) -> None:
         """Counts one more token of the output for each entry. tokens: [N] int64."""

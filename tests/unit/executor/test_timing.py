@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from executor.core import timing
 from executor.core.timing import Clock
 from tests.support.simulated_device import Timeline, TimelineEvent
 
@@ -62,3 +63,23 @@ def test_a_step_without_work_takes_no_time(host: HostTime, timeline: Timeline) -
     timeline.compute(1e-3)
     later.end()
     assert later.seconds() == pytest.approx((1e-3, 1e-3))
+
+
+def test_a_wait_for_copies_is_idle_time_once(host: HostTime, timeline: Timeline) -> None:
+    clock, spans = Clock(torch.device("cuda")), []
+    for waited in (0.0, 9e-3):
+        spans.append(clock.start())
+        host.sleep(waited)
+        spans[-1].begin()
+        timeline.compute(5e-3)
+        spans[-1].end()
+    # The device was busy for 5 of the 9 ms.
+    assert spans[1].seconds(9e-3) == pytest.approx((5e-3, 4e-3))
+
+
+def test_a_wait_for_copies_is_no_work_of_a_cpu(monkeypatch: pytest.MonkeyPatch, host: HostTime) -> None:
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: host.now)
+    span = Clock(torch.device("cpu")).start()
+    host.sleep(9e-3)
+    span.end()
+    assert span.seconds(4e-3) == pytest.approx((5e-3, 4e-3))
