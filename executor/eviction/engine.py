@@ -195,8 +195,7 @@ class TokenEviction:
             return Eviction(sequence.handle, evicted, mass)
         if not table and not state.evictor.ordered:
             index = _in_place(index, sequence.kept)
-        # Slots that are out of order move one for one.
-        self._move(sequence, index, table, step, count if state.evictor.ordered else min(count, evicted))
+        self._move(sequence, index, table, step, ordered=state.evictor.ordered)
         state.evictor.reindex(self._everywhere(index))
         state.positions, state.since = _take(positions, index), sequence.computed
         if policy.compacted:
@@ -232,20 +231,24 @@ class TokenEviction:
         return keys if pool.scales is None else keys.float() * pool.scales.k[:, :, None]
 
     def _move(
-        self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int, most: int
+        self, sequence: SequenceState, index: Tensor, table: tuple[int, ...] | None, step: int, *, ordered: bool
     ) -> None:
         """Moves what slot index[.., i] holds to slot i, of the new table if there is one.
 
-        most: how many slots of a layer and head may move if there is no new table.
+        ordered: whether the slots keep their order. If not, slots move only where there is a gap.
         """
         pool, before = self._pools.pools[0], sequence.tables[0]
         if table:
             sequence.tables[0] = np.asarray(table, dtype=np.int32)
             targets = torch.arange(index.shape[-1], device=index.device).expand_as(index)
         else:
-            index, targets = _moved(index, most)
+            count = index.shape[-1]
+            index, targets = _moved(index, count if ordered else min(count, sequence.kept - count))
         if index.shape[-1]:
-            compact_kv(pool.k, pool.v, self._flat(before, index), self._flat(sequence.tables[0], targets))
+            sources, places = self._flat(before, index), self._flat(sequence.tables[0], targets)
+            # In place, slots from after the new length fill gaps before that length.
+            overlap = ordered if not table else not set(table).isdisjoint(before.tolist())
+            compact_kv(pool.k, pool.v, sources, places, overlap=overlap)
             # Some of these blocks may be as they were: only the device knows.
             blocks = -(-sequence.kept // self._pools.block_size)
             self._pools.mark_written(0, sequence.tables[0][:blocks].tolist(), step)

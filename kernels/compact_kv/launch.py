@@ -7,13 +7,14 @@ from kernels.checks import check_caches
 from kernels.slots import as_rows, check_slots, row_numbers
 
 
-def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, *, overlap: bool = True) -> None:
     """Copy each source slot's key and value to its target slot, separately per layer and head.
 
     k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool. Slots that are no targets do not change.
     sources, targets: [1 or L, 1 or Hkv, n] int64, block * B + offset in the block; 1 if all layers or heads have the
         same slots. All sources are read before any target is written, so that both may overlap in any way. No target
         occurs twice in one layer and head.
+    overlap: whether a target may be the source of another copy. If not, CUDA copies in one launch, without memory.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
     """
     check_caches(k_cache, v_cache, "[L, N, B, Hkv, D]")
@@ -21,8 +22,10 @@ def compact_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tenso
     check_slots("targets", targets, k_cache)
     if sources.shape[2] != targets.shape[2]:
         raise ValueError(f"targets: expected as many slots as sources, {sources.shape[2]}, got {targets.shape[2]}")
-    if sources.shape[2]:
-        (compact_with_triton if k_cache.is_cuda else compact_with_torch)(k_cache, v_cache, sources, targets)
+    if sources.shape[2] and k_cache.is_cuda:
+        compact_with_triton(k_cache, v_cache, sources, targets, overlap=overlap)
+    elif sources.shape[2]:
+        compact_with_torch(k_cache, v_cache, sources, targets)
 
 
 def compact_with_torch(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -43,14 +46,20 @@ def compact_with_torch(k_cache: Tensor, v_cache: Tensor, sources: Tensor, target
 ELEMENTS = 2048
 
 
-def compact_with_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+def compact_with_triton(
+    k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, *, overlap: bool = True
+) -> None:
     """As compact_with_torch, with the same shapes and dtypes, on CUDA or in Triton's interpreter.
 
-    Holds copies of n slots of every layer and head, of K and of V, until the second of two launches ends.
+    overlap: whether a target may be the source of another copy. Then there are copies of n slots of every layer and
+    head, of K and of V, until the second of two launches ends.
     """
     if k_cache.element_size() == 1:
         # As bytes: Triton does not handle float8 on every device.
         k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
+    if not overlap:
+        copy_slots_with_triton((k_cache, v_cache), (k_cache, v_cache), sources, targets)
+        return
     layers, _, _, kv_heads, head_dim = k_cache.shape
     count = sources.shape[2]
     # Programs do not wait for each other: only a second launch knows that all sources were read.

@@ -1,6 +1,7 @@
 """compact_kv moves the named slots of each layer and head and touches no other, on every backend of this machine."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ SHAPES = {
 }
 
 
-def compact(backend: str, shape: tuple[int, ...], slots: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def compact(
+    backend: str, shape: tuple[int, ...], slots: list[Tensor], dtype: torch.dtype, *, overlap: bool = True
+) -> tuple[Tensor, Tensor]:
     """The caches' bytes after the op and after its reference: each [2, L, N, B, Hkv, D * bytes of an element]."""
     noise = torch.randint(-128, 128, (2, *shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.int8)
     expected = noise.clone().view(dtype)
     caches = noise.clone().to("cuda" if backend == "cuda" else "cpu").view(dtype)
     op = compact_with_triton if backend == "interpreter" else compact_kv
-    op(caches[0], caches[1], *(one.to(caches.device) for one in slots))
+    op(caches[0], caches[1], *(one.to(caches.device) for one in slots), overlap=overlap)
     reference.compact_kv(expected[0], expected[1], *slots)
     assert not torch.equal(expected.view(torch.int8), noise)
     return caches.view(torch.int8).cpu(), expected.view(torch.int8)
@@ -74,6 +77,16 @@ OVERLAPS = {
 def test_all_sources_are_read_before_a_target_is_written(run_on: Run, sources: Tensor, targets: Tensor) -> None:
     # More than the slots of one program.
     got, expected = run_on(compact, SHAPES["3 heads of 64"], [sources[None, None], targets[None, None]], torch.float32)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8], ids=str)
+def test_slots_that_do_not_overlap_need_no_memory(run_on: Run, dtype: torch.dtype) -> None:
+    shape = SHAPES["3 heads of 64"]
+    slots = chosen(shape, 80, seed=1)
+    # The last ten slots stay where they are.
+    sources, targets = slots[..., :40], torch.cat([slots[..., 40:70], slots[..., 30:40]], -1)
+    got, expected = run_on(partial(compact, overlap=False), shape, [sources, targets], dtype)
     assert torch.equal(got, expected)
 
 
