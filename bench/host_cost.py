@@ -49,7 +49,6 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "64 decode": ({}, 64, 0),
     "256 decode": ({}, 256, 0),
     "256 decode, top-k and top-p": (RANDOM, 256, 0),
-    "256 decode, penalties": ({"frequency_penalty": 0.5}, 256, 0),
     "63 decode beside 256 tokens": ({}, 63, 256),
     "255 decode beside 1,024 tokens": ({}, 255, 1024),
 }
