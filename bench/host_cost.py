@@ -1,4 +1,4 @@
-"""Host time of a GPU's steps, and the idle time of a GPU of fixed speed that is driven through the real worker.
+"""Host time of steps for a GPU, and the idle time of a GPU of fixed speed that the real worker drives.
 
 Needs no GPU. The executor's runner prepares, launches and collects steps, but the kernels are left out. The idle time
 is measured on a simulated device, which computes each step for a fixed time, beside the host. Launching a step keeps
