@@ -1,9 +1,10 @@
 """The time of a step on a GPU, by events on a simulated timeline, and the idle time before the step."""
 
+import time
+
 import pytest
 import torch
 
-from executor.core import timing
 from executor.core.timing import Clock
 from tests.support.simulated_device import Timeline, TimelineEvent
 
@@ -78,7 +79,7 @@ def test_a_wait_for_copies_is_idle_time_once(host: HostTime, timeline: Timeline)
 
 
 def test_a_wait_for_copies_is_no_work_of_a_cpu(monkeypatch: pytest.MonkeyPatch, host: HostTime) -> None:
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: host.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: host.now)
     span = Clock(torch.device("cpu")).start()
     host.sleep(9e-3)
     span.end()
