@@ -52,7 +52,7 @@ Restricted = Callable[[], Mapping[int, Sequence[RowRestrictions | None]]]
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step that was applied: counts[i] tokens of sequences[i] are computed. waited: seconds spent on copies.
+    """A step that was applied: counts[i] tokens of sequences[i] are computed.
 
     drafts: by handle, the drafted tokens among the computed tokens.
     """
@@ -64,19 +64,11 @@ class ScheduledStep:
     batch: HostBatch
     evicted: tuple[Eviction, ...]
     span: Span
-    waited: float
 
     @property
     def num_drafts(self) -> int:
         """Drafted tokens of all sequences."""
         return sum(map(len, self.drafts.values()))
-
-    def seconds(self) -> tuple[float, float]:
-        """Waits for the device; returns the seconds that it computed, and the seconds before that it was idle.
-
-        The seconds that the step waited for copies count as idle.
-        """
-        return self.span.seconds(self.waited)
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ class LaunchedStep:
     def result(self) -> StepOutput:
         """Waits for the device; must be called once, in order of steps. Marks sequences that sampled a stop id."""
         scheduled, batch = self.scheduled, self.scheduled.batch
-        compute_time, idle_time = scheduled.seconds()
+        compute_time, idle_time = scheduled.span.seconds()
         return StepOutput(
             number=scheduled.step.number,
             sampled=() if self.sampled is None else tuple(self._collect(batch.sampling, self.sampled)),
@@ -169,8 +161,6 @@ class Runner:
         self.tiers = tiers or Tiers(pools)
         self.last_step = 0
         self._copy_ended = copy_ended
-        # Seconds that the present step has waited for copies.
-        self._waited = 0.0
         # Each loaded adapter in the model's prepared form, by its id.
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
@@ -262,7 +252,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
         """Starts the work of the last prepared step."""
-        prepared.scheduled.span.begin()
+        self._clock.begin()
         output = None if prepared.run is None else prepared.run()
         return self._sample(prepared.scheduled, output, prepared.restricted)
 
@@ -291,8 +281,7 @@ class Runner:
     def _schedule(self, step: Step, restrictions: Mapping[int, Restrictions]) -> ScheduledStep:
         """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
         span = self._clock.start()
-        self._waited = 0.0
-        self._begin(step.copies, step.number, span)
+        self._begin(step.copies, step.number)
         self._apply(step, restrictions)
         sequences, counts = [], []
         for sequence in self._grouped():
@@ -309,18 +298,17 @@ class Runner:
         drafts = self._propose(step, sequences, counts)
         if drafts:
             counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]
+        evicting = [s for s in sequences if s.policy is not None and (s.evicts or s.handle in step.evicting)]
         if self.tiers.busy:
             reads = _joining_reads(step, self.pools.block_size)
-            self._wait(reads, _evicting_writes(step, sequences))
+            self._wait(reads, _evicting_writes(step, evicting))
         for sequence in sequences:
             if sequence.handle in step.windows:
                 self._eviction.set_window(sequence, step.windows[sequence.handle])
-        if any(sequence.policy is not None for sequence in sequences):
-            span.begin()
+        if evicting:
+            self._clock.begin()
         evicted = [
-            self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number)
-            for sequence in sequences
-            if sequence.policy is not None
+            self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number) for sequence in evicting
         ]
         scored = self._eviction.scored(sequences, counts)
         groups = len(self._limits.windows)
@@ -330,7 +318,7 @@ class Runner:
         for group, slots in enumerate(batch.written_slots):
             self.pools.mark_written(group, slots, step.number)
         done = tuple(filter(None, evicted))
-        return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span, self._waited)
+        return ScheduledStep(step, tuple(sequences), tuple(counts), drafts, batch, done, span)
 
     def _propose(self, step: Step, sequences: Sequence[SequenceState], counts: Sequence[int]) -> dict[int, list[int]]:
         """Returns the drafts of a step, only where the step allows them. counts: tokens due, for each sequence."""
@@ -402,8 +390,6 @@ class Runner:
             sequence.kept -= rejected
         if self._drafter is not None:
             self._drafter.keep_up(sequences, self._claim)
-            # The draft model may have waited for copies, too.
-            scheduled = replace(scheduled, waited=self._waited)
         looking = scheduled.step.looking
         windows = {s.handle: to_host(self._eviction.wanted_window(s)) for s in sequences if s.handle in looking}
         scheduled.span.end()
@@ -512,7 +498,7 @@ class Runner:
             return {}
         sampling = scheduled.batch.sampling
         if scheduled.batch.num_tokens == len(scheduled.sequences) + scheduled.num_drafts:
-            self._drafter.observe(Decodes.of(sampling), scheduled.num_drafts, scheduled.seconds()[0])
+            self._drafter.observe(Decodes.of(sampling), scheduled.num_drafts, scheduled.span.seconds()[0])
         return self._drafter.wanted([sequence.handle for sequence in sampling])
 
     @torch.inference_mode()
@@ -560,8 +546,8 @@ class Runner:
         for update in step.table_updates:
             self._sequences.grow(update.sequence, update.group, update.slots)
 
-    def _begin(self, copies: Sequence[Copy], step: int, span: Span | None = None) -> None:
-        """Begins copies in their order. Copies within the device wait for their slots first, then begin the span."""
+    def _begin(self, copies: Sequence[Copy], step: int) -> None:
+        """Begins copies in their order. Copies within the device wait for their slots first."""
         begun = 0
         try:
             for within, members in groupby(copies, key=lambda copy: copy.within_device):
@@ -569,8 +555,7 @@ class Runner:
                 if within:
                     if self.tiers.busy:
                         self._wait(*_slots_of(run))
-                    if span is not None:
-                        span.begin()
+                    self._clock.begin()
                     self._copy(run, step)
                 else:
                     for copy in run:
@@ -585,7 +570,8 @@ class Runner:
             raise
 
     def _wait(self, reads: Iterable[SlotRef], writes: Iterable[SlotRef]) -> None:
-        self._waited += self.tiers.wait(reads, writes)
+        with self._clock.waiting():
+            self.tiers.wait(reads, writes)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:
         for run in disjoint_runs(copies):
@@ -657,12 +643,11 @@ def _joining_reads(step: Step, block_size: int) -> list[SlotRef]:
     ]
 
 
-def _evicting_writes(step: Step, sequences: Sequence[SequenceState]) -> list[SlotRef]:
+def _evicting_writes(step: Step, evicting: Sequence[SequenceState]) -> list[SlotRef]:
     """Returns the blocks to which sequences may move kept tokens; models with policies have one layer group."""
     return [
         (Tier.DEVICE, 0, slot)
-        for sequence in sequences
-        if sequence.policy is not None and (sequence.evicts or sequence.handle in step.evicting)
+        for sequence in evicting
         for slot in (*sequence.tables[0].tolist(), *step.evicting.get(sequence.handle, ()))
     ]
 

@@ -1,6 +1,8 @@
 """The time of a step's work on the device, and the idle time before it."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -8,13 +10,6 @@ import torch
 
 class Span(Protocol):
     """One step's time on the device."""
-
-    def begin(self) -> None:
-        """Called before the step's first work on a GPU is launched; further calls do nothing.
-
-        What the host prepares until then leaves a GPU idle if the previous step has ended.
-        """
-        ...
 
     def end(self) -> None:
         """Called when all of the step's work has been launched."""
@@ -25,10 +20,10 @@ class Span(Protocol):
         """Whether the device has done all of the step's work; does not wait."""
         ...
 
-    def seconds(self, waited: float = 0.0) -> tuple[float, float]:
+    def seconds(self) -> tuple[float, float]:
         """Returns the time of the step's work and the idle time before it; waits for the device.
 
-        waited: seconds that the host waited for copies before the step's work, which count as idle if nothing ran.
+        The time in which the host waited for copies and nothing was computed is idle time.
         """
         ...
 
@@ -50,6 +45,21 @@ class Clock:
         self._last = kind(self._last)
         return self._last  # type: ignore[no-any-return]
 
+    def begin(self) -> None:
+        """Called before copies, evictions and the forward pass of the last step are launched: the first call counts.
+
+        What the host prepares until then leaves a GPU idle if the previous step has ended, although the inputs of the
+        forward pass may be sent earlier.
+        """
+        if self._last is not None:
+            self._last.begin()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Encloses a wait of the host for copies, in which nothing is launched."""
+        with contextlib.nullcontext() if self._last is None else self._last.waiting():
+            yield
+
 
 class _HostSpan:
     _end: float
@@ -57,9 +67,16 @@ class _HostSpan:
     def __init__(self, before: "_HostSpan | None") -> None:
         self._start = self._end = time.perf_counter()
         self._idle = 0.0 if before is None else self._start - before._end
+        self._waited = 0.0
 
     def begin(self) -> None:
         """Nothing to do: preparing is work of the CPU, too."""
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
 
     def end(self) -> None:
         self._end = time.perf_counter()
@@ -68,8 +85,8 @@ class _HostSpan:
     def is_over(self) -> bool:
         return True
 
-    def seconds(self, waited: float = 0.0) -> tuple[float, float]:
-        return max(0.0, self._end - self._start - waited), self._idle + waited
+    def seconds(self) -> tuple[float, float]:
+        return max(0.0, self._end - self._start - self._waited), self._idle + self._waited
 
 
 class _CudaSpan:
@@ -77,14 +94,27 @@ class _CudaSpan:
 
     def __init__(self, before: "_CudaSpan | None") -> None:
         self._before = None if before is None else before._end
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._start, self._end = _events()
         self._begun = False
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         # An event is reached at once if the device is idle, however late the work after the event is launched.
         if not self._begun:
             self._start.record()
             self._begun = True
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        # Before the first work, the start of the span tells how long the device was idle.
+        if not self._begun:
+            yield
+            return
+        done, launching = _events()
+        done.record()
+        yield
+        launching.record()
+        self._waits.append((done, launching))
 
     def end(self) -> None:
         self.begin()
@@ -98,8 +128,12 @@ class _CudaSpan:
             # The device has failed for good: `seconds` raises the error where it is expected.
             return True
 
-    def seconds(self, waited: float = 0.0) -> tuple[float, float]:  # noqa: ARG002
-        # The work began after the wait: the device was idle meanwhile, or still computed the previous step.
+    def seconds(self) -> tuple[float, float]:
         self._end.synchronize()
-        idle = 0.0 if self._before is None else max(0.0, self._before.elapsed_time(self._start))
-        return self._start.elapsed_time(self._end) / 1e3, idle / 1e3
+        before = 0.0 if self._before is None else max(0.0, self._before.elapsed_time(self._start))
+        within = sum(done.elapsed_time(launching) for done, launching in self._waits)
+        return (self._start.elapsed_time(self._end) - within) / 1e3, (before + within) / 1e3
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call,return-value]

@@ -14,17 +14,20 @@ from tests.support.worker_loop import WorkerLoop
 class Timeline:
     """The work of a device that computes beside the host, one piece after the other. Times are in seconds.
 
-    now: the time of the host; sleep: lets time pass.
+    now: the time of the host; sleep: lets time pass. idle: how long nothing was left to compute before each piece.
     """
 
     def __init__(self, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self.now = now
         self.sleep = sleep
-        self._free_at = 0.0
+        self.idle: list[float] = []
+        self._free_at = now()
 
     def compute(self, seconds: float) -> None:
         """Launches work."""
-        self._free_at = self.reached() + seconds
+        begin = self.reached()
+        self.idle.append(begin - self._free_at)
+        self._free_at = begin + seconds
 
     def reached(self) -> float:
         """When the device will have done what has been launched."""

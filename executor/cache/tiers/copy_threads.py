@@ -87,8 +87,8 @@ class CopyThreads:
         with self._changed:
             self._dispatch([job for copy in copies if self._order.add(job := Job(copy, ended, after))])
 
-    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Waits until no copy writes what the caller will read, or uses what it will write; returns the seconds.
+    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> None:
+        """Waits until no copy writes what the caller will read, or uses what the caller will write.
 
         Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not block the
         device. Raises StuckCopyError if copies still use such slots after LONGEST_WAIT_SECONDS.
@@ -97,7 +97,7 @@ class CopyThreads:
             left = [slot for slot in reads if self._order.is_written(slot)]
             used = [slot for slot in writes if self._order.is_used(slot)]
             if not left and not used:
-                return 0.0
+                return
             begin = time.perf_counter()
             until, gave_up = begin + STALL_SECONDS, False
             while left or used:
@@ -109,9 +109,7 @@ class CopyThreads:
                     until, gave_up = begin + LONGEST_WAIT_SECONDS, True
                 left = [slot for slot in left if self._order.is_written(slot)]
                 used = [slot for slot in used if self._order.is_used(slot)]
-            waited = time.perf_counter() - begin
-            metrics.COPY_WAIT_SECONDS.inc(waited)
-            return waited
+            metrics.COPY_WAIT_SECONDS.inc(time.perf_counter() - begin)
 
     def _give_up(self, slots: Iterable[SlotRef]) -> None:
         """Frees slots from copies to a disk that have not begun; such copies fail when their turn comes."""

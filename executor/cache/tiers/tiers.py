@@ -74,9 +74,9 @@ class Tiers:
         """
         self._copier.submit(copies, ended, self._device.mark())
 
-    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> float:
-        """Waits until these slots can be read and written; returns the seconds. Raises StuckCopyError."""
-        return self._copier.wait(reads, writes)
+    def wait(self, reads: Iterable[SlotRef] = (), writes: Iterable[SlotRef] = ()) -> None:
+        """Waits until these slots can be read and written. Raises StuckCopyError."""
+        self._copier.wait(reads, writes)
 
     def snapshot(self) -> Snapshot:
         """Returns a snapshot; may be called from any thread."""

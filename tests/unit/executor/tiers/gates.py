@@ -5,12 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from executor.cache.pool import KvPools
 from executor.cache.tiers.copy_threads import CopyThreads
 from executor.cache.tiers.slot_file import HostFile
 from executor.cache.tiers.tiers import Tiers
 from tests.support.patience import patience
 from tests.unit.executor.tiers.world import make_file
+
+
+def waited_seconds() -> float:
+    """Seconds that steps have waited for copies, as Prometheus reads them."""
+    value = REGISTRY.get_sample_value("kvkeep_executor_copy_wait_seconds_total")
+    assert value is not None
+    return value
 
 
 def when_awaited(copier: CopyThreads, act: Callable[[], object]) -> None:

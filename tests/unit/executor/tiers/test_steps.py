@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from executor.core.outbox import Answer, Outbox, Session
 from executor.core.worker import Worker
@@ -20,7 +19,7 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.patience import patience
 from tests.support.worker_loop import NoConfirmations
 from tests.unit.executor.conftest import PATHS, Driver, load
-from tests.unit.executor.tiers.gates import Gate
+from tests.unit.executor.tiers.gates import Gate, waited_seconds
 from tests.unit.executor.tiers.world import Ends, block, down, make_tiers, shut, until_idle, up
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -145,13 +144,6 @@ def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate
     outcome = slow.step(new_sequences=(NewSequence(2, tuple(PROMPT), 9, 8, (table,)),))
     assert tokens_from(slow, outcome, 2, 8) == expected
     assert waited_seconds() > before
-
-
-def waited_seconds() -> float:
-    """Seconds that steps have waited for copies, as Prometheus reads them."""
-    value = REGISTRY.get_sample_value("kvkeep_executor_copy_wait_seconds_total")
-    assert value is not None
-    return value
 
 
 @pytest.mark.parametrize("reads", [True, False])

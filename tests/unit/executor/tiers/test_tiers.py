@@ -252,7 +252,8 @@ def test_tiers_that_do_not_exist_cost_nothing(pools: KvPools) -> None:
 
     before = threads()
     tiers = Tiers(pools)
-    assert (tiers.slots, tiers.busy, tiers.wait(writes=[(DEVICE, 0, 1)])) == ({}, False, 0.0)
+    assert (tiers.slots, tiers.busy) == ({}, False)
+    tiers.wait(writes=[(DEVICE, 0, 1)])
     assert tiers.snapshot().generations(HOST, 0).tolist() == []
     shut(tiers)
     assert threads() == before
