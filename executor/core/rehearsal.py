@@ -1,4 +1,4 @@
-"""Steps of every kind, before the pools are sized: a GPU compiles kernels and allocates memory at their first use."""
+"""Steps of nearly every kind before the pools are sized: a GPU compiles kernels and allocates memory at first use."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,83 +15,90 @@ from executor.models.forward import Model
 from executor.step import Copy, NewSequence, Sampling, Step
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Layout, Policy, parse
-from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.kvcommon.v1 import kvcommon_pb2 as pb
 
-# Blocks of each sequence that computes a step of every kind: its prompt's, and one for its output.
-_PROMPT_BLOCKS, _BLOCKS = 4, 5
+# Tokens of a prompt, and steps that decode after the prompt.
+_PROMPT, _DECODES = 64, 2
 # Without penalties: logits keep the model's type, which the kernel that draws tokens is compiled for.
 _SAMPLINGS = (Sampling(), Sampling(temperature=1.0, num_logprobs=5), Sampling(num_prompt_logprobs=5))
 _ALL_PARAMETERS = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-_COMPACTED = common.EVICTION_POSITIONS_COMPACTED
+
+# How a sequence samples, its token eviction, and the tokens of its prompt.
+Way = tuple[Sampling, Policy | None, int]
 
 
 def rehearse(model: Model, block_size: int, cache_dtype: torch.dtype, scales: Sequence[Scales]) -> None:
-    """Runs steps of every kind, then the largest step: MOST_TOKENS tokens in MOST_SEQUENCES sequences.
+    """Runs steps of nearly every kind, then the largest step: MOST_TOKENS tokens in MOST_SEQUENCES sequences.
 
     The pools are small, and are released. The graph of the largest step keeps the memory of its activations until the
     graphs over the real pools are captured. Raises ModelError if there is no memory.
     """
+    tokens = 0
     try:
-        blocks = (len(_SAMPLINGS) + len(_policies(Layout(block_size, (None,), True)))) * _BLOCKS
+        most = min(MOST_TOKENS, model.max_positions - _DECODES)
+        layout = Layout(block_size, tuple(group.shape.window for group in model.groups), model.rotary is not None)
+        ways: list[Way] = [*((sampling, None, min(_PROMPT, most)) for sampling in _SAMPLINGS), *_policies(layout, most)]
+        longest = max(length for _, _, length in ways) + _DECODES
+        # One more, to which a block is copied.
+        blocks = -(-longest // block_size) + 1
         runner = Runner(model, KvPools(model.groups, blocks, block_size, cache_dtype, model.device, scales))
-        for step in _steps_of_every_kind(runner.layout):
-            runner.launch(runner.prepare(step)).result()
-        runner.clear()
-        runner.launch(runner.prepare(_largest_step(runner.last_step + 1, runner.layout))).result()
+        for step in (*_steps_of_every_kind(ways, blocks, len(model.groups)), _largest_step(layout)):
+            tokens = sum(step.chunks.values()) or 1
+            runner.launch(runner.prepare(replace(step, number=runner.last_step + 1))).result()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise ModelError(
-            f"there is no memory for a step of {MOST_TOKENS} tokens beside the weights on {model.device}: "
-            f"{first_line(error)}"
-        ) from error
+        said = f"there is no memory for a step of {tokens} tokens beside the weights on {model.device}"
+        raise ModelError(f"{said}: {first_line(error)}") from error
 
 
-def _policies(layout: Layout) -> list[Policy]:
-    """Returns policies that score, move and rotate keys, as far as the model can have them."""
-    size, found = layout.block_size, []
-    for message in (
-        common.EvictionPolicy(
-            kind=common.EVICTION_KIND_NORM_SUM,
-            start_tokens=size,
-            recent_tokens=size,
-            max_cache_tokens=(_PROMPT_BLOCKS - 1) * size,
-        ),
-        common.EvictionPolicy(kind=common.EVICTION_KIND_H2O, max_cache_tokens=2 * size),
-        common.EvictionPolicy(
-            kind=common.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=size, period_tokens=1, positions=_COMPACTED
-        ),
-    ):
+def _policies(layout: Layout, most: int) -> Iterator[Way]:
+    """Yields policies that score, move and rotate keys, each with a prompt of which the policy evicts tokens.
+
+    most: tokens of a prompt. Policies that would need more, or that the model cannot have, are left out.
+    """
+    size, half = layout.block_size, _PROMPT // 2
+    areas = pb.EvictionPolicy(
+        kind=pb.EVICTION_KIND_NORM_SUM, start_tokens=size, recent_tokens=size, max_cache_tokens=3 * size
+    )
+    scored = pb.EvictionPolicy(kind=pb.EVICTION_KIND_H2O, max_cache_tokens=half, period_tokens=1)
+    squared = pb.EvictionPolicy(kind=pb.EVICTION_KIND_ROCO, max_cache_tokens=half, recent_tokens=4, period_tokens=1)
+    rotated = pb.EvictionPolicy(
+        kind=pb.EVICTION_KIND_SLIDING_WINDOW,
+        recent_tokens=half,
+        period_tokens=1,
+        positions=pb.EVICTION_POSITIONS_COMPACTED,
+    )
+    for message, length in ((areas, 4 * size), (scored, _PROMPT), (squared, _PROMPT), (rotated, _PROMPT)):
         with contextlib.suppress(InvalidField):
             policy = parse(message, layout)
-            assert policy is not None
-            found.append(policy)
-    return found
+            if length <= most:
+                yield Sampling(), policy, length
 
 
-def _steps_of_every_kind(layout: Layout) -> Iterator[Step]:
-    """Yields steps that compute, sample in all ways, copy blocks and evict tokens."""
-    length, groups = _PROMPT_BLOCKS * layout.block_size, len(layout.windows)
-    ways = [*((sampling, None) for sampling in _SAMPLINGS), *((Sampling(), policy) for policy in _policies(layout))]
-    joining = []
-    for handle, (sampling, policy) in enumerate(ways):
-        table = tuple(range(1 + handle * _BLOCKS, 1 + (handle + 1) * _BLOCKS))
-        joining.append(NewSequence(handle, (0,) * length, length, 0, (table,) * groups, sampling, policy))
-    yield Step(1, new_sequences=tuple(joining), chunks={one.sequence: length for one in joining})
-    # The last block of the first sequence becomes a copy of its first block.
-    copies = [Copy(0, group, 1, _BLOCKS) for group in range(groups)]
-    evicting = {one.sequence: () for one in joining if one.policy is not None}
-    yield Step(2, copies=tuple(copies), evicting=evicting)
-    yield Step(3)
+def _steps_of_every_kind(ways: Sequence[Way], blocks: int, groups: int) -> Iterator[Step]:
+    """Yields steps of one sequence after the other, which sample, copy a block and evict tokens.
+
+    blocks: of the pools. groups: number of layer groups.
+    """
+    tables, removed = (tuple(range(1, blocks)),) * groups, tuple[int, ...]()
+    for handle, (sampling, policy, length) in enumerate(ways):
+        new = NewSequence(handle, (0,) * length, length, 0, tables, sampling, policy)
+        yield Step(0, removed=removed, new_sequences=(new,), chunks={handle: length})
+        copies = tuple(Copy(0, group, 1, blocks) for group in range(groups))
+        yield Step(0, copies=copies, evicting={} if policy is None else {handle: ()})
+        yield Step(0)
+        removed = (handle,)
+    yield Step(0, removed=removed)
 
 
-def _largest_step(number: int, layout: Layout) -> Step:
+def _largest_step(layout: Layout) -> Step:
     """Returns a step in which all sequences sample with all parameters."""
     length = MOST_TOKENS // MOST_SEQUENCES
-    # What they store is not read, so they share their blocks.
+    # All store the same, so they share their blocks.
     tables = (tuple(range(1, 1 + -(-length // layout.block_size))),) * len(layout.windows)
     joining = tuple(
         NewSequence(sequence, (0,) * length, length, 0, tables, replace(_ALL_PARAMETERS, seed=sequence))
         for sequence in range(MOST_SEQUENCES)
     )
-    return Step(number, new_sequences=joining, chunks={one.sequence: length for one in joining})
+    return Step(0, new_sequences=joining, chunks={one.sequence: length for one in joining})

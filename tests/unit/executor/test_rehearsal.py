@@ -33,13 +33,13 @@ class Noting:
 
 
 class Full(Noting):
-    """A forward pass on a device without free memory."""
+    """A forward pass on a device that has no memory for the largest step."""
 
     def prepare(self, batch: HostBatch, pools: Any) -> Any:
         def run() -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAll of it.")
 
-        return run
+        return run if batch.num_tokens == MOST_TOKENS else super().prepare(batch, pools)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -52,10 +52,25 @@ def test_the_last_step_computes_and_samples_as_much_as_a_step_can(
     *kinds, largest = noting.batches
     assert (largest.num_tokens, largest.num_sequences) == (MOST_TOKENS, MOST_SEQUENCES)
     assert len(largest.rows) == MOST_SEQUENCES
-    assert any(batch.scored for batch in kinds)
+    # Prompts and decodes, with attention scores, with their squares, and without scores; scored prompts.
+    assert {(batch.num_tokens > 1, scored_by(batch)) for batch in kinds} == {
+        (is_prompt, scores) for is_prompt in (True, False) for scores in ("", "sums", "squares")
+    }
     assert any(batch.prompts for batch in kinds)
-    # A step that decodes, with and without attention scores.
-    assert [batch.num_tokens == batch.num_sequences for batch in kinds] == [False, True, True]
+
+
+def scored_by(batch: HostBatch) -> str:
+    [entry] = batch.scored or [None]
+    return "" if entry is None else "squares" if entry.squares else "sums"
+
+
+@pytest.mark.parametrize(("block_size", "positions"), [(2, 256), (1024, 256), (16, 40)])
+def test_blocks_of_any_size_and_few_positions_are_no_obstacle(block_size: int, positions: int, tiny: Model) -> None:
+    noting = Noting(tiny.forward)
+    rehearse(replace(tiny, forward=noting, max_positions=positions), block_size, torch.float32, ())
+    *kinds, largest = noting.batches
+    assert largest.num_tokens == MOST_TOKENS
+    assert max(batch.num_tokens for batch in kinds) <= positions
 
 
 KERNELS = [(runner, "copy_blocks"), (engine, "compact_kv"), (engine, "rotate_keys"), (sampler, "draw_tokens")]
