@@ -340,8 +340,9 @@ def build_batch(
     given = first < [len(sequence.tokens) for sequence in sequences]
     token_rows[query_start[:-1][~given]] = state_rows[~given]
     for index in np.flatnonzero(given).tolist():
-        row, tokens = int(query_start[index]), sequences[index].tokens[int(first[index]) :][: counts[index]]
-        ids[row : row + len(tokens)] = tokens
+        sequence, row, start = sequences[index], int(query_start[index]), int(first[index])
+        wanted = counts[index] - len(drafts.get(sequence.handle, ()))
+        ids[row : row + wanted] = sequence.tokens[start : start + wanted]
     if drafts:
         for sequence, end in zip(sequences, query_start[1:].tolist(), strict=True):
             drafted = drafts.get(sequence.handle, ())

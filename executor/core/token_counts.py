@@ -32,15 +32,17 @@ class TokenCounts:
             self._grow()
         row = self._rows[handle] = self._free.pop()
         ids = to_device(tokens, self._device)
-        self._prompt[row] = False
-        self._prompt[row, ids[:num_prompt]] = True
-        self._output[row] = 0
-        self._count(self._output[row], ids[num_prompt:])
+        self._prompt[row].zero_().index_fill_(0, ids[:num_prompt], True)
+        ones = torch.ones(len(ids) - num_prompt, device=self._device)
+        self._output[row].zero_().index_add_(0, ids[num_prompt:], ones)
 
     def leave(self, handle: int) -> None:
-        """Forgets a sequence, if there are counts of it."""
-        if (row := self._rows.pop(handle, None)) is not None:
-            self._free.append(row)
+        """Forgets a sequence, if there are counts of it. Without sequences, the memory is released."""
+        if (row := self._rows.pop(handle, None)) is None:
+            return
+        self._free.append(row)
+        if not self._rows:
+            self.clear()
 
     def clear(self) -> None:
         """Forgets all sequences, and releases the memory."""
@@ -66,9 +68,6 @@ class TokenCounts:
 
     def _places(self, handles: Sequence[int]) -> Tensor:
         return to_device([self._rows[handle] for handle in handles], self._device)
-
-    def _count(self, row: Tensor, ids: Tensor) -> None:
-        row.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
     def _grow(self) -> None:
         rows, more = len(self._output), max(1, len(self._output))

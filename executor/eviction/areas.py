@@ -16,6 +16,7 @@ from torch import Tensor
 
 from executor.eviction.base import Evictor, KvShape, KvView
 from executor.eviction.scoring import SlotScores, complement, generator, share
+from executor.transfer import sent
 from kernels.scores import ScoreAccumulator, SequenceScores
 from protos.kvcommon.eviction import Anchor, Kind, KvCrush, Policy
 
@@ -169,7 +170,7 @@ def anchor_of(kind: Anchor, bits: Tensor, generator: torch.Generator) -> Tensor:
         case Anchor.MEAN:
             return bits.float().mean(1) > 0.5
         case Anchor.RANDOM:
-            return (torch.rand(shape, generator=generator) < 0.5).to(device)
+            return sent(torch.rand(shape, generator=generator) < 0.5, device)
 
 
 def distances(bits: Tensor, anchor: Tensor) -> Tensor:

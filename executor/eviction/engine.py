@@ -92,7 +92,8 @@ class Eviction:
 class TokenEviction:
     """The token eviction of one executor. Nothing here waits for the device.
 
-    Only models with one layer group evict: policies are checked for that."""
+    Only models with one layer group evict: policies are checked for that.
+    """
 
     def __init__(self, pools: KvPools, frequencies: Tensor | None, device: torch.device) -> None:
         """frequencies: [D / 2] float32, radians per position; None if keys cannot be rotated again."""
@@ -194,7 +195,7 @@ class TokenEviction:
             sequence.kept = count
             return Eviction(sequence.handle, evicted, mass)
         if not table and not state.evictor.ordered:
-            index = _in_place(index, sequence.kept)
+            index = in_place(index, sequence.kept)
         self._move(sequence, index, table, step, ordered=state.evictor.ordered)
         state.evictor.reindex(self._everywhere(index))
         state.positions, state.since = _take(positions, index), sequence.computed
@@ -243,7 +244,11 @@ class TokenEviction:
             targets = torch.arange(index.shape[-1], device=index.device).expand_as(index)
         else:
             count = index.shape[-1]
-            index, targets = _moved(index, count if ordered else min(count, sequence.kept - count))
+            index, targets = moved(index, count if ordered else min(count, sequence.kept - count))
+            if index.device.type == "cpu":
+                # Here it costs nothing to see how many slots move.
+                most = int((index != targets).sum(dim=-1).max())
+                index, targets = index[..., :most], targets[..., :most]
         if index.shape[-1]:
             sources, places = self._flat(before, index), self._flat(sequence.tables[0], targets)
             # In place, slots from after the new length fill gaps before that length.
@@ -287,7 +292,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
     return values.expand(*shape, -1).gather(-1, index.expand(*shape, -1))
 
 
-def _in_place(index: Tensor, slots: int) -> Tensor:
+def in_place(index: Tensor, slots: int) -> Tensor:
     """Returns the same slots in a different order: those below the new length stay, and the others fill the gaps.
 
     index: [.., n] ascending, of `slots` slots.
@@ -303,14 +308,12 @@ def _in_place(index: Tensor, slots: int) -> Tensor:
     return torch.where(gaps, sources.gather(-1, rank), torch.arange(count, device=index.device))
 
 
-def _moved(index: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns sources and targets of the slots that an order moves, [.., m]; padded with slots that stay.
+def moved(index: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Returns sources and targets of the slots that an order moves, [.., most]: first slots that move, then others.
 
-    most: at least as many as move in any layer and head. m is `most` on a device, which must not be waited for.
+    most: at least as many as move in any layer and head.
     """
     moves = index != torch.arange(index.shape[-1], device=index.device)
-    if index.device.type == "cpu":
-        most = int(moves.sum(dim=-1).max())
     targets = moves.to(torch.int8).topk(most, dim=-1).indices
     return index.gather(-1, targets), targets
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from executor.eviction.base import Evictor, KvShape, KvView
 from executor.eviction.scoring import SlotScores, complement, generator, lowest
+from executor.transfer import sent
 from kernels.scores import ScoreAccumulator, SequenceScores
 from protos.kvcommon.eviction import Policy
 
@@ -329,4 +330,4 @@ class RandomTokens(Ranked):
         """[L, Hkv, T] float32; a token's number does not depend on its slot."""
         drawn = torch.rand(view.positions.shape, generator=generator(self.policy, view.computed))
         ranks = view.positions.argsort(-1).argsort(-1)
-        return drawn.to(ranks.device).gather(-1, ranks)
+        return sent(drawn, ranks.device).gather(-1, ranks)

@@ -89,7 +89,7 @@ def with_fallback(
         log.warning("running on torch, which is slower", cause=str(error))
         return forward
     except Exception as error:
-        # Neither torch's pass nor any other could compute after these.
+        # The pools would have too little memory, too: a slow executor would hide the cause.
         if is_out_of_memory(error):
             said = f"there is no memory for the {name} of this model on {module.device}: {first_line(error)}"
             raise ModelError(said) from error

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.batch import SequenceState
+from executor.cache.pool import KvPools, LayerGroup, LayerShape
 from executor.eviction.base import Evictor, KvShape, KvView, scored_rows
-from executor.eviction.engine import EVICTORS
+from executor.eviction.engine import EVICTORS, TokenEviction
+from executor.step import NewSequence
 from kernels.scores import SequenceScores
 from protos.kvcommon.eviction import Kind, Layout, Policy, parse
 from protos.kvcommon.v1 import kvcommon_pb2 as common
@@ -37,6 +40,10 @@ SMALL: dict[Kind, dict[str, Any]] = {
     Kind.ADAPTIVE_WINDOW: {"start_tokens": 2, "recent_tokens": 8, "max_cache_tokens": 18, "period_tokens": 4},
 }
 KINDS = [kind for kind in Kind if kind is not Kind.NONE]
+# Policies that are tested with compacted positions.
+ROTATED = [Kind.SLIDING_WINDOW, Kind.H2O]
+# Of a sequence whose tokens the engine evicts: tokens of its prompt, all its tokens, and tokens of a block.
+PROMPT, TOKENS, BLOCK = 24, 60, 4
 
 
 def policy(kind: Kind, block_size: int = 4, **fields: Any) -> Policy:
@@ -124,3 +131,30 @@ class Driven:
             wanted = min(chunk, self.prompt - self.computed) if self.computed < self.prompt else 1
             room = self.policy.room(slots, self.computed, self.prompt)
             self.compute(wanted if room is None else min(wanted, room))
+
+
+def evictions(chosen: Policy, device: torch.device, engine: type[TokenEviction] = TokenEviction) -> int:
+    """Evictions of a sequence of TOKENS tokens, whose scores are random, from pools of 2 layers with 2 heads of 8."""
+    shape = LayerShape(None, 2, 8)
+    pools = KvPools([LayerGroup(shape, (0, 1))], 40, BLOCK, torch.float32, device)
+    eviction = engine(pools, torch.empty(4, device=device), device)
+    table = tuple(range(1, 1 + TOKENS // BLOCK))
+    sequence = SequenceState.of(NewSequence(1, (5,) * PROMPT, PROMPT, 0, (table,), policy=chosen), 0)
+    eviction.add(sequence)
+    count, begun, new = 0, False, PROMPT
+    for step in range(1, TOKENS - PROMPT + 2):
+        wants = chosen.kept_after(sequence.kept, sequence.computed, PROMPT) < sequence.kept
+        # The first eviction moves the tokens to other blocks, all later ones stay in these.
+        fresh = tuple(range(20, 20 + TOKENS // BLOCK)) if wants and not begun else None
+        begun = begun or wants
+        count += eviction.evict(sequence, fresh, step) is not None
+        eviction.scored([sequence], [new])
+        sequence.computed += new
+        sequence.kept += new
+        weights, squares = (torch.rand(2, 2, sequence.kept, device=device) for _ in range(2))
+        scores = SequenceScores(weights, squares, new)
+        eviction.observe([sequence], [new], [scores] if chosen.uses_scores else [])
+        if chosen.kind is Kind.ADAPTIVE_WINDOW:
+            eviction.wanted_window(sequence)
+        new = 1
+    return count

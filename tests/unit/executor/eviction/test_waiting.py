@@ -1,59 +1,66 @@
 """No policy waits for the device: on the meta device, which has no values, any value that is read is an error."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.batch import SequenceState
-from executor.cache.pool import KvPools, LayerGroup, LayerShape
-from executor.eviction.engine import TokenEviction
-from executor.step import NewSequence
-from kernels.scores import SequenceScores
-from protos.kvcommon.eviction import Kind
-from tests.unit.executor.eviction.driving import KINDS, policy
+from protos.kvcommon.eviction import Anchor, Kind
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.unit.executor.eviction.driving import KINDS, ROTATED, evictions, policy
 
 META = torch.device("meta")
-LAYERS, HEADS, HEAD_DIM, BLOCK = 2, 2, 8, 4
-PROMPT, TOKENS = 24, 60
-ROTATED = [Kind.SLIDING_WINDOW, Kind.H2O]
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
-def scores_of(slots: int, rows: int) -> SequenceScores:
-    weights, squares = (torch.empty(LAYERS, HEADS, slots, device=META) for _ in range(2))
-    return SequenceScores(weights, squares, rows)
+class Uploads(TorchDispatchMode):
+    """Fails where the host waits for a copy to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        source = args[-1] if func is COPIES[1] else args[0] if args else None
+        if func in COPIES and made.is_meta and not source.is_meta:
+            self.count += 1
+            assert kwargs.get("non_blocking"), f"{tuple(source.shape)} are copied while the host waits"
+        return made
 
 
-def evictions(kind: Kind, *, compacted: bool) -> int:
-    """Evictions of a sequence of TOKENS tokens on the meta device."""
-    shape = LayerShape(None, HEADS, HEAD_DIM)
-    pools = KvPools([LayerGroup(shape, tuple(range(LAYERS)))], 40, BLOCK, torch.float32, META)
-    eviction = TokenEviction(pools, torch.empty(HEAD_DIM // 2, device=META), META)
-    chosen = policy(kind, BLOCK, **({"positions": 2} if compacted else {}))
-    table = tuple(range(1, 1 + TOKENS // BLOCK))
-    sequence = SequenceState.of(NewSequence(1, (5,) * PROMPT, PROMPT, 0, (table,), policy=chosen), 0)
-    eviction.add(sequence)
-    count, begun, new = 0, False, PROMPT
-    for step in range(1, TOKENS - PROMPT + 2):
-        wants = chosen.kept_after(sequence.kept, sequence.computed, PROMPT) < sequence.kept
-        # The first eviction moves the tokens to other blocks, all later ones stay in these.
-        fresh = tuple(range(20, 20 + TOKENS // BLOCK)) if wants and not begun else None
-        begun = begun or wants
-        evicted = eviction.evict(sequence, fresh, step)
-        count += evicted is not None
-        eviction.scored([sequence], [new])
-        sequence.computed += new
-        sequence.kept += new
-        eviction.observe([sequence], [new], [scores_of(sequence.kept, new)] if chosen.uses_scores else [])
-        if kind is Kind.ADAPTIVE_WINDOW:
-            eviction.wanted_window(sequence)
-        new = 1
-    return count
+@pytest.fixture
+def uploads() -> Iterator[Uploads]:
+    with Uploads() as mode:
+        yield mode
 
 
+def test_a_copy_for_which_the_host_waits_is_noticed(uploads: Uploads) -> None:
+    torch.zeros(2).to(META, non_blocking=True)
+    with pytest.raises(AssertionError, match="while the host waits"):
+        torch.zeros(2).to(META)
+    with pytest.raises(AssertionError, match="while the host waits"):
+        torch.empty(2, device=META).copy_(torch.zeros(2))
+    assert uploads.count == 3
+
+
+@pytest.mark.usefixtures("uploads")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_no_policy_reads_from_the_device(kind: Kind) -> None:
-    assert evictions(kind, compacted=False)
+def test_no_policy_waits_for_the_device(kind: Kind) -> None:
+    assert evictions(policy(kind), META)
 
 
+@pytest.mark.usefixtures("uploads")
+@pytest.mark.parametrize("anchor", Anchor, ids=lambda anchor: anchor.name)
+def test_no_anchor_waits_for_the_device(anchor: Anchor) -> None:
+    crush = common.KvCrush(budget_blocks=1, anchor=anchor.value)
+    assert evictions(policy(Kind.SUM, kvcrush=crush, max_cache_tokens=16), META)
+
+
+@pytest.mark.usefixtures("uploads")
 @pytest.mark.parametrize("kind", ROTATED, ids=lambda kind: kind.name)
-def test_rotating_keys_reads_nothing_from_the_device(kind: Kind) -> None:
-    assert evictions(kind, compacted=True) > 1
+def test_rotating_keys_does_not_wait_for_the_device(kind: Kind) -> None:
+    assert evictions(policy(kind, positions=common.EVICTION_POSITIONS_COMPACTED), META) > 1

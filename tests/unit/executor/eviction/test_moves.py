@@ -1,0 +1,89 @@
+"""Kept tokens move to other slots: which slots move where, and which copies may run in any order."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.batch import SequenceState
+from executor.eviction import engine
+from executor.eviction.engine import TokenEviction, in_place, moved
+from kernels.compact_kv.launch import compact_kv
+from protos.kvcommon.eviction import Kind
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.unit.executor.eviction.driving import CPU, KINDS, ROTATED, evictions, policy
+
+
+def chosen(slots: int, count: int, seed: int) -> Tensor:
+    """[L, Hkv, count]: slots that stay, ascending, different in each layer and head."""
+    ranks = torch.rand(3, 2, slots, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return ranks[..., :count].sort(-1).values
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(("slots", "count"), [(9, 8), (20, 12), (20, 3), (40, 39), (7, 1)])
+def test_slots_beyond_the_new_length_fill_the_gaps(slots: int, count: int, padding: int) -> None:
+    for seed in range(20):
+        kept = chosen(slots, count, seed)
+        order = in_place(kept, slots)
+        assert torch.equal(order.sort(-1).values, kept)
+        most = int((order != torch.arange(count)).sum(-1).max())
+        sources, targets = moved(order, min(count, most + padding))
+        cache = torch.arange(slots).expand(3, 2, slots).clone()
+        cache.scatter_(-1, targets, cache.gather(-1, sources))
+        assert torch.equal(cache[..., :count], order)
+        # Each slot that stays below the new length is where it was.
+        assert torch.equal(cache[..., :count] >= count, order != torch.arange(count))
+
+
+class Marked(TokenEviction):
+    """Token eviction of keys that begin with the position of their token."""
+
+    def observe(self, sequences: Sequence[SequenceState], counts: Sequence[int], scores: Any) -> None:
+        for sequence, count in zip(sequences, counts, strict=True):
+            positions, keys = self.positions(sequence), self._keys(sequence)[..., 0].long()
+            before = positions < sequence.computed - count
+            assert torch.equal(keys[before], positions[before])
+            slots = self._flat(sequence.tables[0], torch.arange(sequence.kept))
+            self._pools.pools[0].k.flatten(1, 2)[:, slots, :, 0] = positions.transpose(1, 2).float()
+        super().observe(sequences, counts, scores)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_keys_of_kept_tokens_are_where_their_positions_are(kind: Kind) -> None:
+    assert evictions(policy(kind), CPU, Marked)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_copies_that_overlap_are_announced(kind: Kind) -> None:
+    check_overlap(kind)
+
+
+@pytest.mark.parametrize("kind", ROTATED, ids=lambda kind: kind.name)
+def test_copies_that_overlap_are_announced_where_keys_are_rotated(kind: Kind) -> None:
+    check_overlap(kind, positions=common.EVICTION_POSITIONS_COMPACTED)
+
+
+def check_overlap(kind: Kind, **fields: int) -> None:
+    calls = Counter[bool]()
+
+    def checked(k: Tensor, v: Tensor, sources: Tensor, targets: Tensor, *, overlap: bool) -> None:
+        calls[overlap] += 1
+        sources, targets = (slots.expand(2, 2, -1) for slots in (sources, targets))
+        for one in range(2):
+            for head in range(2):
+                pairs = list(zip(sources[one, head].tolist(), targets[one, head].tolist(), strict=True))
+                read = Counter(source for source, _ in pairs)
+                # A slot may be copied to itself, by the same copy.
+                others = [target for source, target in pairs if read[target] - (source == target)]
+                assert overlap or not others, f"{others} are written while other copies read them"
+        compact_kv(k, v, sources, targets, overlap=overlap)
+
+    with patch.object(engine, "compact_kv", checked):
+        assert evictions(policy(kind, **fields), CPU)
+    # The first eviction moves all tokens to other blocks.
+    assert calls[False]
