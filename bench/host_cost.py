@@ -1,9 +1,9 @@
 """Host time of steps for a GPU, and the idle time of a GPU of fixed speed that the real worker drives.
 
-Needs no GPU. The executor's runner prepares, launches and collects steps, but the kernels are left out. The idle time
-is measured on a simulated device, which computes each step for a fixed time, beside the host. Launching a step keeps
-the host busy for a fixed time, too. A device that computes faster than the host launches is idle whatever the worker
-does.
+Needs no GPU. The executor's runner prepares, launches and collects steps on tensors of the CPU, without the kernels.
+The idle time is measured on a simulated device, which computes each step for a fixed time, beside the host. Launching
+a step keeps the host busy for a fixed time, too. A device that computes faster than the host launches is idle
+whatever the worker does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -24,21 +23,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from bench.gpu.models import build
+from bench.gpu.models import SMALL, build, fused
 from bench.result import Result, add_json_argument
 from bench.tables import table
 from executor.batch import DeviceBatch
 from executor.cache.pool import KvPools
 from executor.core import sampler
 from executor.core.runner import Runner
-from executor.core.timing import Clock, Span
 from executor.models.cuda import CudaGraphRunner, GraphBuffers, GraphSize
-from executor.models.llama import with_fallback
 from executor.models.load import model_of
-from executor.models.torch import TorchForward
 from executor.step import NewSequence, Sampling, Step, StepOutput
 from scheduler.core.loop import AHEAD_SECONDS, MOST_AHEAD
-from tests.support.simulated_device import Timeline, TimelineEvent
+from tests.support.simulated_device import SimulatedRunner, SimulatedStep, Timeline, TimelineEvent
 from tests.support.worker_loop import WorkerLoop
 
 BLOCK, CONTEXT, STEPS, WARM = 16, 1024, 200, 20
@@ -58,10 +54,13 @@ PREPARE_MS, TURN_MS = 0.4, 1.0
 
 
 class WithoutKernels(CudaGraphRunner):
-    """Prepares steps, but launches no kernel."""
+    """Prepares steps, but launches no kernel once the model has been probed."""
+
+    probed = False
 
     def _run(self, buffers: GraphBuffers, batch: DeviceBatch, size: GraphSize) -> None:
-        pass
+        if not self.probed:
+            super()._run(buffers, batch, size)
 
 
 def draw_nothing(_logits: Tensor, rows: Tensor, _parameters: Tensor) -> Tensor:
@@ -71,30 +70,13 @@ def draw_nothing(_logits: Tensor, rows: Tensor, _parameters: Tensor) -> Tensor:
 
 def make_runner() -> Runner:
     """A runner over a small model: what the host does depends on sequences and blocks only."""
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=8192,
-    )
+    config = LlamaConfig.from_dict(SMALL["Llama"].to_dict() | {"num_hidden_layers": 1, "max_position_embeddings": 8192})
     module = build(config, torch.float32, "cpu")
     model = model_of(module, "small")
-    # The probe needs kernels.
-    fused = with_fallback(
-        TorchForward(module),
-        module,
-        model.groups,
-        lambda weights: CudaGraphRunner(weights, model.groups, model.max_positions),
-        "fused decoder",
-    )
-    assert isinstance(fused, CudaGraphRunner)
-    fused.__class__ = WithoutKernels
+    forward = cast(WithoutKernels, fused(WithoutKernels, module, model))
+    forward.probed = True
     blocks = -(-(CONTEXT + STEPS + WARM) // BLOCK) * 256 + -(-(CONTEXT + STEPS) // BLOCK)
-    return Runner(replace(model, forward=fused), KvPools(model.groups, blocks, BLOCK, torch.float32, model.device))
+    return Runner(replace(model, forward=forward), KvPools(model.groups, blocks, BLOCK, torch.float32, model.device))
 
 
 def step_seconds(runner: Runner, case: tuple[dict[str, Any], int, int]) -> list[float]:
@@ -104,7 +86,7 @@ def step_seconds(runner: Runner, case: tuple[dict[str, Any], int, int]) -> list[
     slots = itertools.count(1)
 
     def joining(handle: int, known: int, computed: int) -> NewSequence:
-        tokens = tuple((7 * handle + place) % 32000 for place in range(known))
+        tokens = tuple((7 * handle + place) % runner.model.vocab_size for place in range(known))
         blocks = tuple(itertools.islice(slots, -(-(known + STEPS + WARM) // BLOCK)))
         return NewSequence(handle, tokens, known, computed, (blocks,), Sampling(seed=handle, **parameters))
 
@@ -136,66 +118,54 @@ def spin(seconds: float) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class TimedStep:
-    """A step on the simulated device."""
+class TimedStep(SimulatedStep):
+    """A step on the simulated device. over: reached when the device has computed the step."""
 
-    number: int
-    span: Span
-
-    num_tokens = 1
+    def __init__(self, number: int, over: TimelineEvent) -> None:
+        super().__init__(number)
+        self._over = over
 
     @property
     def is_over(self) -> bool:
-        return self.span.is_over
+        return self._over.query()
 
     def result(self) -> StepOutput:
         """Waits for the device."""
-        return StepOutput(self.number, (), 1, *self.span.seconds())
+        self._over.synchronize()
+        return StepOutput(self.number, (), 1, 0.0, 0.0)
 
 
-class TimedRunner:
+class TimedRunner(SimulatedRunner):
     """Takes the place of a Runner on a simulated device: steps take a time of the host and a time of the device."""
 
-    overlaps = True
-    tiers = SimpleNamespace(busy=False, drain=lambda _: None)
-
     def __init__(self, timeline: Timeline, device_seconds: float, launch_seconds: float) -> None:
-        self.model = SimpleNamespace(device=SimpleNamespace(type="simulated"))
-        self.last_step = 0
+        super().__init__(WARM + STEPS)
         self._timeline = timeline
         self._device_seconds = device_seconds
         self._launch_seconds = launch_seconds
-        self._clock = Clock(torch.device("cuda"))
 
-    def prepare(self, step: Step) -> tuple[Step, Span]:
-        span = self._clock.start()
+    def prepare(self, step: Step) -> Step:
         spin(PREPARE_MS / 1e3)
-        return step, span
+        return step
 
-    def launch(self, prepared: tuple[Step, Span]) -> TimedStep:
-        step, span = prepared
-        span.begin()
+    def launch(self, step: Step) -> SimulatedStep:
         # The device computes the first kernel while the host launches the others.
         self._timeline.compute(self._device_seconds)
         spin(self._launch_seconds)
-        span.end()
+        over = TimelineEvent(self._timeline)
+        over.record()
         self.last_step = step.number
-        return TimedStep(step.number, span)
-
-    def clear(self) -> None:
-        self._clock.clear()
+        return TimedStep(step.number, over)
 
 
 def idle_share(device_seconds: float, launch_seconds: float) -> float:
     """The share of time that a simulated device is idle, with as many steps in flight as the scheduler sends."""
     in_flight = 1 + min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / device_seconds))
     timeline = Timeline(time.perf_counter, time.sleep)
-    event: Callable[..., TimelineEvent] = lambda *, enable_timing: TimelineEvent(timeline)  # noqa: E731
-    with patch.object(torch.cuda, "Event", event):
-        runner = cast(Runner, cast(Any, TimedRunner(timeline, device_seconds, launch_seconds)))
-        outputs = WorkerLoop(runner, TURN_MS / 1e3, in_flight).run(WARM + STEPS)[WARM:]
-    return sum(one.idle_time for one in outputs) / sum(one.compute_time + one.idle_time for one in outputs)
+    runner = cast(Runner, cast(Any, TimedRunner(timeline, device_seconds, launch_seconds)))
+    WorkerLoop(runner, TURN_MS / 1e3, in_flight).run(WARM + STEPS)
+    idle = sum(timeline.idle[WARM:])
+    return idle / (idle + STEPS * device_seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures["idle_percent"][f"{device:g} ms, launched in {launch:g} ms"] = share
             rows.append((f"{device:g}", f"{launch:g}", f"{share:.2f}"))
     print(table(("device ms", "launch ms", "idle %"), rows))
-    result = Result("host_cost", {"steps": STEPS, "context": CONTEXT}, figures)
+    result = Result("host_cost", figures, {"steps": STEPS, "context": CONTEXT})
     print(f"\nFigures are in {result.write(options.json)}.")
     return 0
 

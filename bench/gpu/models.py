@@ -111,7 +111,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
     if device == "cuda" and not isinstance(model.forward, CudaGraphRunner):
         raise WrongError(f"{name} runs on torch; the log says why")
     groups, vocabulary = model.groups, model.vocab_size
-    ways = {way: _fused(kind, exact, model) for way, kind in KINDS.items()}
+    ways = {way: fused(kind, exact, model) for way, kind in KINDS.items()}
     rng = random.Random(5)
     prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in PROMPTS]
     exact.set_attn_implementation("sdpa")
@@ -133,7 +133,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
 
     usual = error(TorchForward(rounded))
     for way, kind in KINDS.items():
-        off = error(_fused(kind, rounded, model))
+        off = error(fused(kind, rounded, model))
         note(f"  {name}, {way}, bfloat16: logits off by {off:.1e}; through transformers' modules by {usual:.1e}")
         if not off < ROUNDING * usual:
             wrong.append(f"{name}, {way}: bfloat16 is off by {off:.1e}")
@@ -141,7 +141,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
         raise WrongError("; ".join(wrong))
 
 
-def _fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
+def fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
     """The fused forward pass of a model. Raises WrongError if the probe refuses the model."""
     groups, positions = model.groups, model.max_positions
     forward = with_fallback(

@@ -18,7 +18,7 @@ from kernels.draw_tokens.launch import draw_with_triton
 from kernels.paged_attention.launch import AttentionArgs, PagedBatch, attend_with_triton
 from kernels.paged_attention.tiling import TileSizes, choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
-from kernels.rotary_store.launch import HeadNorms, rotate_with_triton
+from kernels.rotary_store.launch import NO_NORMS, HeadNorms, rotate_with_triton
 from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton
 from kernels.silu_mul.launch import silu_mul_with_triton
 from kernels.store_kv.launch import store_with_triton
@@ -210,7 +210,7 @@ def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         store_with_triton(key, key, cache, cache, torch.empty(7, dtype=torch.int64), scale, scale)
 
 
-def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype, normed: bool) -> None:
     with torch.device("meta"):
         product = torch.empty(7, 48, 128, dtype=dtype)
         query, key, value = product.split([32, 8, 8], 1)
@@ -218,7 +218,7 @@ def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         scale = torch.empty(8, 128) if cache_dtype != dtype else None
         table = torch.empty(1000, 128)
         positions = torch.empty(7, dtype=torch.int64)
-        norms = HeadNorms(table[0].to(dtype), table[0].to(dtype), 1e-5)
+        norms = HeadNorms(table[0].to(dtype), table[0].to(dtype), 1e-5) if normed else NO_NORMS
         rotate_with_triton(query, key, value, table, table, positions, positions, cache, cache, scale, scale, norms)
 
 
@@ -298,8 +298,12 @@ LAUNCHES = [
         for squares in (False, True)
     ),
     *(
-        Launch(kernel, launch, (dtype, cache or dtype), cache)
-        for kernel, launch in (("store_kv_kernel", store_nothing), ("rotary_store_kernel", rotate_nothing))
+        Launch(kernel, launch, (dtype, cache or dtype, *normed), cache)
+        for kernel, launch, *normed in (
+            ("store_kv_kernel", store_nothing),
+            ("rotary_store_kernel", rotate_nothing, False),
+            ("rotary_store_kernel", rotate_nothing, True),
+        )
         for dtype, cache in ((F32, None), (BF16, None), (BF16, INT8), (BF16, FLOAT8))
     ),
     *(Launch("rms_norm_kernel", norm_nothing, (shape, BF16)) for shape in ((1, 7, 576), (1, 64, 4096), (64, 32, 128))),
