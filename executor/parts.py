@@ -99,7 +99,7 @@ def load(settings: ExecutorSettings, started: float) -> Loaded:
         sizes = draft.with_bytes(sizes, settings.block_size)
     release_unused_memory()
     if device.type == "cuda":
-        rehearse(model, settings.block_size, cache_dtype, scales)
+        rehearse(model, settings.block_size, cache_dtype, scales, settings.max_batched_tokens)
     blocks = count_blocks(
         sizes,
         settings.block_size,
@@ -243,7 +243,16 @@ def build(
     load_weights = partial(_load_weights, files, settings, model.device)
     weights = WeightUpdates(worker, sessions, client, adapters, load_weights, settings.weights_dir)
     servicer = ExecutorServicer(
-        identity, runner, worker, loaded.tokenizer, leases, adapters, sessions, weights, hub_id=files.hub_id
+        identity,
+        runner,
+        worker,
+        loaded.tokenizer,
+        leases,
+        adapters,
+        sessions,
+        weights,
+        hub_id=files.hub_id,
+        max_batched_tokens=settings.max_batched_tokens if model.device.type == "cuda" else 0,
     )
     return Parts(worker, tiers, client, watchdog, servicer)
 

@@ -51,6 +51,13 @@ class ExecutorSettings(ProcessSettings):
         description="Share, for the pools, of the device memory that the weights and the largest step leave free; on a "
         "CPU, of at most 4 GiB of free memory.",
     )
+    max_batched_tokens: int = Field(
+        2048,
+        ge=1,
+        le=65536,
+        description="Most tokens of a step on a GPU, which keeps memory free for such a step. A scheduler that is set "
+        "to more sends no more. On a CPU, the scheduler alone bounds steps.",
+    )
     expected_tokens: int = Field(
         2048,
         ge=1,

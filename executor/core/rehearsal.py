@@ -27,24 +27,31 @@ _ALL_PARAMETERS = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, rep
 Way = tuple[Sampling, Policy | None, int]
 
 
-def rehearse(model: Model, block_size: int, cache_dtype: torch.dtype, scales: Sequence[Scales]) -> None:
-    """Runs steps of nearly every kind, then the largest step: MOST_TOKENS tokens in MOST_SEQUENCES sequences.
+def rehearse(
+    model: Model, block_size: int, cache_dtype: torch.dtype, scales: Sequence[Scales], max_batched_tokens: int
+) -> None:
+    """Runs steps of nearly every kind, then the largest step that is a graph, and the largest step of all.
 
-    The pools are small, and are released. The graph of the largest step keeps the memory of its activations until the
-    graphs over the real pools are captured. Raises ModelError if there is no memory.
+    The pools are small, and are released. The memory of the largest steps' activations stays with PyTorch, for steps
+    over the real pools. Raises ModelError if there is no memory.
     """
     tokens = 0
     try:
-        most = min(MOST_TOKENS, model.max_positions - _DECODES)
+        most = min(max_batched_tokens, model.max_positions - _DECODES)
         layout = Layout(block_size, tuple(group.shape.window for group in model.groups), model.rotary is not None)
         ways: list[Way] = [*((sampling, None, min(_PROMPT, most)) for sampling in _SAMPLINGS), *_policies(layout, most)]
-        longest = max(length for _, _, length in ways) + _DECODES
+        sizes = sorted({min(MOST_TOKENS, max_batched_tokens), max_batched_tokens})
+        largest = [_lengths(size, model.max_positions) for size in sizes]
+        longest = max(*(length + _DECODES for _, _, length in ways), *(lengths[0] for lengths in largest))
         # One more, to which a block is copied.
         blocks = -(-longest // block_size) + 1
         runner = Runner(model, KvPools(model.groups, blocks, block_size, cache_dtype, model.device, scales))
-        for step in (*_steps_of_every_kind(ways, blocks, len(model.groups)), _largest_step(layout)):
-            tokens = sum(step.chunks.values()) or 1
-            runner.launch(runner.prepare(replace(step, number=runner.last_step + 1))).result()
+        small = (_steps_of(way, blocks, len(model.groups)) for way in ways)
+        for steps in (*small, *([_large_step(layout, lengths)] for lengths in largest)):
+            for step in steps:
+                tokens = sum(step.chunks.values()) or 1
+                runner.launch(runner.prepare(replace(step, number=runner.last_step + 1))).result()
+            runner.clear()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -76,29 +83,38 @@ def _policies(layout: Layout, most: int) -> Iterator[Way]:
                 yield Sampling(), policy, length
 
 
-def _steps_of_every_kind(ways: Sequence[Way], blocks: int, groups: int) -> Iterator[Step]:
-    """Yields steps of one sequence after the other, which sample, copy a block and evict tokens.
+def _steps_of(way: Way, blocks: int, groups: int) -> list[Step]:
+    """Returns steps of one sequence, which sample, copy a block and evict tokens.
 
     blocks: of the pools. groups: number of layer groups.
     """
-    tables, removed = (tuple(range(1, blocks)),) * groups, tuple[int, ...]()
-    for handle, (sampling, policy, length) in enumerate(ways):
-        new = NewSequence(handle, (0,) * length, length, 0, tables, sampling, policy)
-        yield Step(0, removed=removed, new_sequences=(new,), chunks={handle: length})
-        copies = tuple(Copy(0, group, 1, blocks) for group in range(groups))
-        yield Step(0, copies=copies, evicting={} if policy is None else {handle: ()})
-        yield Step(0)
-        removed = (handle,)
-    yield Step(0, removed=removed)
+    sampling, policy, length = way
+    tables = (tuple(range(1, blocks)),) * groups
+    new = NewSequence(0, (0,) * length, length, 0, tables, sampling, policy)
+    copies = tuple(Copy(0, group, 1, blocks) for group in range(groups))
+    return [
+        Step(0, new_sequences=(new,), chunks={0: length}),
+        Step(0, copies=copies, evicting={} if policy is None else {0: ()}),
+        Step(0),
+    ]
 
 
-def _largest_step(layout: Layout) -> Step:
-    """Returns a step in which all sequences sample with all parameters."""
-    length = MOST_TOKENS // MOST_SEQUENCES
+def _lengths(tokens: int, max_positions: int) -> list[int]:
+    """Returns the lengths of the prompts in a step of so many tokens, of as many sequences as possible; longest first.
+
+    Sequences are no longer than the model allows, so a step may have fewer tokens.
+    """
+    sequences = min(MOST_SEQUENCES, tokens)
+    share, rest = divmod(tokens, sequences)
+    return [min(share + (number < rest), max_positions) for number in range(sequences)]
+
+
+def _large_step(layout: Layout, lengths: Sequence[int]) -> Step:
+    """Returns a step in which prompts of these lengths, longest first, are computed, and sample with all parameters."""
     # All store the same, so they share their blocks.
-    tables = (tuple(range(1, 1 + -(-length // layout.block_size))),) * len(layout.windows)
+    tables = (tuple(range(1, 1 + -(-lengths[0] // layout.block_size))),) * len(layout.windows)
     joining = tuple(
         NewSequence(sequence, (0,) * length, length, 0, tables, replace(_ALL_PARAMETERS, seed=sequence))
-        for sequence in range(MOST_SEQUENCES)
+        for sequence, length in enumerate(lengths)
     )
-    return Step(0, new_sequences=joining, chunks={one.sequence: length for one in joining})
+    return Step(0, new_sequences=joining, chunks={one.sequence: len(one.token_ids) for one in joining})

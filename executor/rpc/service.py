@@ -55,8 +55,9 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         weights: WeightUpdates,
         *,
         hub_id: str = "",
+        max_batched_tokens: int = 0,
     ) -> None:
-        """hub_id: the model's id on a hub, if known."""
+        """hub_id: the model's id on a hub, if known. max_batched_tokens: of a step, 0 without a bound."""
         self._leases = leases
         self._adapters = adapters
         self._identity = identity
@@ -65,6 +66,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._sessions = sessions
         self._weights = weights
         self._layout = runner.layout
+        self._max_batched_tokens = max_batched_tokens
         self._model = _describe(runner, tokenizer, hub_id)
         self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
 
@@ -152,11 +154,19 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         reader.add_done_callback(lambda _: None if session.closed else self._worker.close(session))
         try:
             while (answer := await answers.get()) is not None:
-                yield _response(answer)
+                yield self._response(answer)
             reader.result()
         finally:
             session.closed = True
             reader.cancel()
+
+    def _response(self, answer: int | StepOutput | ServiceError) -> pb.StreamStepsResponse:
+        if isinstance(answer, ServiceError):
+            raise answer
+        if isinstance(answer, StepOutput):
+            return pb.StreamStepsResponse(result=build_result(answer))
+        opened = pb.SessionOpened(first_step=answer, max_batched_tokens=self._max_batched_tokens)
+        return pb.StreamStepsResponse(opened=opened)
 
     async def _read(self, requests: AsyncIterator[pb.StreamStepsRequest], session: Session, scheduler_id: str) -> None:
         times_left = self._leases.times_left(scheduler_id)
@@ -221,11 +231,3 @@ def _describe(runner: Runner, tokenizer: TokenizerFiles, hub_id: str) -> pb.GetM
         kv_cache_dtype=str(runner.pools.dtype).removeprefix("torch."),
         hub_id=hub_id,
     )
-
-
-def _response(answer: int | StepOutput | ServiceError) -> pb.StreamStepsResponse:
-    if isinstance(answer, ServiceError):
-        raise answer
-    if isinstance(answer, int):
-        return pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=answer))
-    return pb.StreamStepsResponse(result=build_result(answer))

@@ -68,7 +68,8 @@ class StepLoop:
         self._commands = commands
         self._listener = listener
         self._times = times
-        self._max_tokens = max_batched_tokens
+        # The limit on tokens of a step: this loop's own, and the present session's.
+        self._own_limit = self._max_tokens = max_batched_tokens
         times.max_tokens.set(max_batched_tokens)
         self._budget = budget
         self._batch = RunningBatch()
@@ -319,6 +320,7 @@ class StepLoop:
                 if answer is None:
                     return
                 self._next_step = answer.opened.first_step
+                self._limit_steps(answer.opened.max_batched_tokens)
                 log.info("session with the executor opened", first_step=self._next_step)
                 self._batch.updates.adapters += self._executor.adapter_changes
                 self._report_session(1 - self._session)
@@ -343,9 +345,19 @@ class StepLoop:
         if not limit:
             return False
         log.warning("the executor has no memory for a step; steps are shorter now", tokens=tokens, max_tokens=limit)
-        self._max_tokens = limit
-        self._times.max_tokens.set(limit)
+        self._own_limit = limit
         return True
+
+    def _limit_steps(self, max_batched_tokens: int) -> None:
+        """Limits steps of this session to what the executor keeps memory for. max_batched_tokens: 0 without a bound."""
+        self._max_tokens = min(self._own_limit, max_batched_tokens or self._own_limit)
+        self._times.max_tokens.set(self._max_tokens)
+        if self._max_tokens < self._own_limit:
+            log.warning(
+                "the executor keeps memory for fewer tokens of a step than set here",
+                max_tokens=self._max_tokens,
+                max_batched_tokens=self._own_limit,
+            )
 
     def _restart(self, *, is_planned: bool) -> None:
         if not is_planned:

@@ -198,10 +198,12 @@ class SchedulerRegistered(_message.Message):
     def __init__(self, manager_epoch: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("first_step",)
+    __slots__ = ("first_step", "max_batched_tokens")
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_step: int
-    def __init__(self, first_step: _Optional[int] = ...) -> None: ...
+    max_batched_tokens: int
+    def __init__(self, first_step: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "num_logprobs", "structured_output", "logit_bias", "min_tokens", "bad_token_ids", "allowed_token_ids", "num_prompt_logprobs")

@@ -39,6 +39,8 @@ from tests.unit.executor.conftest import BLOCK_SIZE
 
 EPOCH = 1234
 PROMPT = [5, 60, 7, 80, 9]
+# Announced as the most tokens of a step.
+MAX_BATCHED_TOKENS = 99
 
 
 class UnknownExecutorError(ServiceError):
@@ -188,8 +190,8 @@ class Stack:
         )
         await call.write(pb.StreamStepsRequest(open=opening))
         try:
-            answer = await stream.read()
-            stream.next_step = answer.opened.first_step
+            stream.opened = (await stream.read()).opened
+            stream.next_step = stream.opened.first_step
             yield stream
         finally:
             call.cancel()
@@ -201,6 +203,7 @@ class Stream:
 
     call: Any
     next_step: int = 0
+    opened: pb.SessionOpened = field(default_factory=pb.SessionOpened)
 
     async def read(self) -> pb.StreamStepsResponse:
         try:
@@ -297,6 +300,7 @@ async def running(
         sessions,
         WeightUpdates(worker, sessions, client, adapters, load, tmp_path / "weights"),
         hub_id="owner/tiny",
+        max_batched_tokens=MAX_BATCHED_TOKENS,
     )
     server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
     await manager_server.start()

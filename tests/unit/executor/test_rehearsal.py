@@ -48,7 +48,7 @@ def test_the_last_step_computes_and_samples_as_much_as_a_step_can(
 ) -> None:
     model = PATHS[path](model_folder("llama, compiled"))
     noting = Noting(model.forward)
-    rehearse(replace(model, forward=noting), BLOCK_SIZE, torch.float32, ())
+    rehearse(replace(model, forward=noting), BLOCK_SIZE, torch.float32, (), MOST_TOKENS)
     *kinds, largest = noting.batches
     assert (largest.num_tokens, largest.num_sequences) == (MOST_TOKENS, MOST_SEQUENCES)
     assert len(largest.rows) == MOST_SEQUENCES
@@ -67,10 +67,31 @@ def scored_by(batch: HostBatch) -> str:
 @pytest.mark.parametrize(("block_size", "positions"), [(2, 256), (1024, 256), (16, 40)])
 def test_blocks_of_any_size_and_few_positions_are_no_obstacle(block_size: int, positions: int, tiny: Model) -> None:
     noting = Noting(tiny.forward)
-    rehearse(replace(tiny, forward=noting, max_positions=positions), block_size, torch.float32, ())
+    rehearse(replace(tiny, forward=noting, max_positions=positions), block_size, torch.float32, (), MOST_TOKENS)
     *kinds, largest = noting.batches
     assert largest.num_tokens == MOST_TOKENS
     assert max(batch.num_tokens for batch in kinds) <= positions
+
+
+# By the most tokens of a step: tokens and sequences of the largest steps.
+SIZES = {8: [(8, 8)], 300: [(300, 256)], 2048: [(2048, 256)], 5000: [(2048, 256), (5000, 256)]}
+
+
+@pytest.mark.parametrize(("most", "expected"), SIZES.items())
+def test_the_largest_graph_and_the_largest_step_are_run(
+    most: int, expected: list[tuple[int, int]], tiny: Model
+) -> None:
+    noting = Noting(tiny.forward)
+    rehearse(replace(tiny, forward=noting), BLOCK_SIZE, torch.float32, (), most)
+    found = [(batch.num_tokens, batch.num_sequences) for batch in noting.batches]
+    assert found[-len(expected) :] == expected
+    assert max(found) == expected[-1]
+
+
+def test_the_largest_step_has_no_sequence_that_the_model_cannot_have(tiny: Model) -> None:
+    noting = Noting(tiny.forward)
+    rehearse(replace(tiny, forward=noting, max_positions=12), BLOCK_SIZE, torch.float32, (), 5000)
+    assert noting.batches[-1].seq_lens.tolist() == [12] * MOST_SEQUENCES
 
 
 KERNELS = [(runner, "copy_blocks"), (engine, "compact_kv"), (engine, "rotate_keys"), (sampler, "draw_tokens")]
@@ -93,7 +114,7 @@ def test_a_kernel_for_every_kind_of_step_is_called(
         monkeypatch.setattr(module, kernel, noting(kernel, getattr(module, kernel)))
     folder = model_folder(name)
     model = load_model(find(str(folder), folder), torch.device("cpu"), "bfloat16")
-    rehearse(model, BLOCK_SIZE, torch.bfloat16, ())
+    rehearse(model, BLOCK_SIZE, torch.bfloat16, (), MOST_TOKENS)
     bf16, both = {torch.bfloat16}, {torch.bfloat16, torch.float32}
     expected = {"copy_blocks": bf16, "draw_tokens": both}
     # Models with windows evict no tokens.
@@ -104,4 +125,4 @@ def test_a_kernel_for_every_kind_of_step_is_called(
 
 def test_a_device_without_memory_for_the_largest_step_is_refused(tiny: Model) -> None:
     with pytest.raises(ModelError, match=f"^there is no memory for a step of {MOST_TOKENS} tokens beside the weights "):
-        rehearse(replace(tiny, forward=Full(tiny.forward)), BLOCK_SIZE, torch.float32, ())
+        rehearse(replace(tiny, forward=Full(tiny.forward)), BLOCK_SIZE, torch.float32, (), MOST_TOKENS)

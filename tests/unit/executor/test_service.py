@@ -35,6 +35,7 @@ from tests.support.patience import patience
 from tests.unit.executor.conftest import BLOCK_SIZE
 from tests.unit.executor.running_stack import (
     EPOCH,
+    MAX_BATCHED_TOKENS,
     PROMPT,
     FakeManager,
     Stack,
@@ -99,7 +100,7 @@ async def test_another_tokenizer_or_generation_config_is_another_model(stack: St
 
 async def test_a_session_runs_steps_in_order(stack: Stack) -> None:
     async with stack.session() as stream:
-        assert stream.next_step == 1
+        assert stream.opened == pb.SessionOpened(first_step=1, max_batched_tokens=MAX_BATCHED_TOKENS)
         first = await stream.run(**join(1))
         assert (first.step, list(first.sequences), first.num_tokens) == (1, [1], len(PROMPT))
         assert first.logprobs[0].top_token_ids[0] == first.token_ids[0]

@@ -28,6 +28,8 @@ def step_loop(executor: object, commands: CommandQueue, updates: Updates) -> Ste
 class OneStep:
     """An executor whose first answer ends the loop."""
 
+    max_batched_tokens = 0
+
     def __init__(self, commands: CommandQueue) -> None:
         self.steps: list[pb.Step] = []
         self.adapter_changes: list[AdapterChange] = []
@@ -45,7 +47,7 @@ class OneStep:
             return None
         if not self._opened:
             self._opened = True
-            return pb.StreamStepsResponse(opened=pb.SessionOpened())
+            return pb.StreamStepsResponse(opened=pb.SessionOpened(max_batched_tokens=self.max_batched_tokens))
         return pb.StreamStepsResponse(result=self.answer())
 
     def answer(self) -> pb.StepResult:
@@ -248,3 +250,31 @@ def test_a_request_whose_last_token_finds_no_memory_is_given_up() -> None:
     step_loop(executor, commands, updates).run()
     assert executor.tokens == [40, 20, 10, 5, 2, 1, 1, 1]
     assert [arrival for item in updates.requests for arrival in item.given_up] == [1]
+
+
+class Announcing(Small):
+    """Announces a bound of its steps in its first session, and another bound in later sessions."""
+
+    def __init__(self, commands: CommandQueue, updates: Updates, limit: int, bounds: tuple[int, int]) -> None:
+        super().__init__(commands, updates, limit)
+        self._bounds = bounds
+
+    def open(self) -> None:
+        self.max_batched_tokens = self._bounds[bool(self.tokens)]
+        super().open()
+
+
+# By what an executor with memory for 16 tokens announces in its sessions: tokens of its steps.
+BOUNDS = {(16, 16): [16], (100, 0): [40, 20, 10], (30, 15): [30, 15], (30, 20): [30, 15], (1, 1): [1]}
+
+
+@pytest.mark.parametrize(("bounds", "expected"), BOUNDS.items())
+def test_steps_are_no_longer_than_the_executor_announces(bounds: tuple[int, int], expected: list[int]) -> None:
+    commands, updates = CommandQueue(), Updates()
+    executor = Announcing(commands, updates, 16, bounds)
+    with capture_logs() as logs:
+        step_loop(executor, commands, updates).run()
+    assert executor.tokens == expected
+    assert executor.attempt.failures == 0
+    said = [line for line in logs if line["event"].startswith("the executor keeps memory for fewer tokens")]
+    assert bool(said) == (bounds[0] < 64)
