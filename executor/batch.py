@@ -68,9 +68,9 @@ class SequenceState:
     span: Span = tracing.OFF
 
     @property
-    def blocks(self) -> list[int]:
-        """Length of its block table per layer group."""
-        return [len(table) for table in self.tables]
+    def num_blocks(self) -> int:
+        """Length of its shortest block table."""
+        return min(map(len, self.tables))
 
     @classmethod
     def of(cls, new: NewSequence, row: int, adapter: Any = None) -> SequenceState:

@@ -20,7 +20,7 @@ from executor.core.drafts import Decodes, Drafter, count_accepted
 from executor.core.grammars import Grammars
 from executor.core.restrictions import Restrictions, RowRestrictions
 from executor.core.sampler import SampleResult, SamplingRow, sample, score
-from executor.core.state import SequenceTable, tokens_due
+from executor.core.state import SequenceTable
 from executor.core.timing import Clock, Span
 from executor.core.token_counts import TokenCounts
 from executor.core.validation import Limits, check_copies, check_step, invalid
@@ -243,8 +243,9 @@ class Runner:
 
         If any other error is raised, each copy that is not within the device has been or will be reported.
         """
-        restrictions = self._check(step)
-        scheduled = self._schedule(step, restrictions)
+        due = check_step(step, self.last_step, self._sequences, self._limits)
+        joining = {new.sequence: self._restrictions_of(new) for new in step.new_sequences if new.sampling.restricts}
+        scheduled = self._schedule(step, due, joining)
         restricted, batch = self._restrict(scheduled), scheduled.batch
         run = self.model.forward.prepare(batch, self.pools) if batch.num_sequences else None
         return PreparedStep(scheduled, restricted, run)
@@ -255,11 +256,6 @@ class Runner:
         self._clock.begin()
         output = None if prepared.run is None else prepared.run()
         return self._sample(prepared.scheduled, output, prepared.restricted)
-
-    def _check(self, step: Step) -> dict[int, Restrictions]:
-        """Checks a step; returns the restrictions of sequences that join."""
-        check_step(step, self.last_step, self._sequences, self._limits)
-        return {new.sequence: self._restrictions_of(new) for new in step.new_sequences if new.sampling.restricts}
 
     def _restrictions_of(self, new: NewSequence) -> Restrictions:
         """Returns a sequence's restrictions. Raises InvalidStepError for a grammar that cannot be compiled."""
@@ -278,23 +274,16 @@ class Runner:
             new.token_ids[new.num_prompt_tokens :],
         )
 
-    def _schedule(self, step: Step, restrictions: Mapping[int, Restrictions]) -> ScheduledStep:
-        """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes."""
+    def _schedule(self, step: Step, due: Mapping[int, int], restrictions: Mapping[int, Restrictions]) -> ScheduledStep:
+        """Begins the step's copies, applies its diff, evicts tokens, and packs what each sequence computes.
+
+        due: known tokens to compute, by sequence. restrictions: of sequences that join.
+        """
         span = self._clock.start()
         self._begin(step.copies, step.number)
         self._apply(step, restrictions)
-        sequences, counts = [], []
-        for sequence in self._grouped():
-            count = tokens_due(
-                step,
-                sequence.handle,
-                computed=sequence.computed,
-                known=sequence.known,
-                stopped=sequence.stopped,
-            )
-            if count:
-                sequences.append(sequence)
-                counts.append(count)
+        sequences = [sequence for sequence in self._grouped() if sequence.handle in due]
+        counts = [due[sequence.handle] for sequence in sequences]
         drafts = self._propose(step, sequences, counts)
         if drafts:
             counts = [count + len(drafts.get(s.handle, ())) for s, count in zip(sequences, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""The sequences of the running batch, and how many of each one's tokens a step computes."""
+"""The sequences of the running batch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,15 +6,8 @@ from typing import Any
 import numpy as np
 
 from executor.batch import SequenceState
-from executor.step import NewSequence, Step
+from executor.step import NewSequence
 from protos.rpc import tracing
-
-
-def tokens_due(step: Step, handle: int, *, computed: int, known: int, stopped: bool) -> int:
-    """Returns how many tokens of a sequence a step computes: its chunk, or 1 if only the last known token is left."""
-    if stopped or handle in step.idle:
-        return 0
-    return step.chunks.get(handle, 1 if known - computed == 1 else 0)
 
 
 class SequenceTable:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from executor.batch import SequenceState
-from executor.core.state import SequenceTable, tokens_due
+from executor.core.state import SequenceTable
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
 from executor.step import MAX_SEQUENCES, Copy, NewSequence, Step, Tier
 from protos.kvcommon.eviction import Policy
@@ -43,13 +43,17 @@ class _Changed:
     evicts: bool = False
     stopped: bool = False
 
+    @property
+    def num_blocks(self) -> int:
+        return min(self.blocks)
+
     @classmethod
     def of(cls, sequence: SequenceState) -> "_Changed":
         """Returns a copy that may change."""
         return cls(
             computed=sequence.computed,
             known=sequence.known,
-            blocks=sequence.blocks,
+            blocks=[len(table) for table in sequence.tables],
             kept=sequence.kept,
             num_prompt=sequence.num_prompt,
             policy=sequence.policy,
@@ -76,8 +80,11 @@ def _slots(sequence: SequenceState | _Changed) -> int:
     return sequence.policy.kept_after(sequence.kept, sequence.computed, sequence.num_prompt)
 
 
-def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Limits) -> None:
-    """Raises an ExecutorError that names the field and the sequence at fault; changes nothing."""
+def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Limits) -> dict[int, int]:
+    """Checks a step; returns how many known tokens of each sequence it computes: a chunk, or the last token left.
+
+    Raises an ExecutorError that names the field and the sequence at fault; changes nothing.
+    """
     if step.number != last_step + 1:
         raise StepOutOfOrderError(
             f"step {step.number} after step {last_step}", fields={"step": f"must be {last_step + 1}"}
@@ -105,7 +112,7 @@ def check_step(step: Step, last_step: int, sequences: SequenceTable, limits: Lim
     _check_windows(step, future)
     _check_evicting(step, future, limits)
     check_copies(step.copies, limits)
-    _check_work(step, future, limits)
+    return _check_work(step, future, limits)
 
 
 def _check_new(new: NewSequence, limits: Limits) -> None:
@@ -221,7 +228,7 @@ def _invalid_copy(copy: Copy, field: str, description: str) -> InvalidStepError:
     return InvalidStepError(f"copy {copy.ticket}: {field} {description}", fields={field: description})
 
 
-def _check_work(step: Step, future: _Future, limits: Limits) -> None:
+def _check_work(step: Step, future: _Future, limits: Limits) -> dict[int, int]:
     for handle in step.idle:
         if handle not in future:
             raise _unknown("idle_sequences", handle)
@@ -234,17 +241,22 @@ def _check_work(step: Step, future: _Future, limits: Limits) -> None:
         if not 1 <= count <= left:
             raise invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
     _check_drafts(step, future)
+    due = {}
     for handle, sequence in future.items():
-        count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
-        if count:
+        if sequence.stopped:
+            continue
+        count = step.chunks.get(handle, 1 if sequence.known - sequence.computed == 1 else 0)
+        if count and handle not in step.idle:
+            due[handle] = count
             _check_capacity(handle, sequence, count, step.drafts.get(handle, 0), limits)
-        elif not sequence.stopped:
+        else:
             _check_named(step, handle)
+    return due
 
 
 def _check_capacity(handle: int, sequence: SequenceState | _Changed, count: int, drafts: int, limits: Limits) -> None:
     """Raises CapacityExceededError if a sequence has no room for `count` tokens and the drafted tokens."""
-    end, room = _slots(sequence) + count + drafts, min(sequence.blocks) * limits.block_size
+    end, room = _slots(sequence) + count + drafts, sequence.num_blocks * limits.block_size
     if end > room:
         raise CapacityExceededError(
             f"sequence {handle} would use {end} slots, its tables hold {room}",
