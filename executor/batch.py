@@ -68,7 +68,7 @@ class SequenceState:
     span: Span = tracing.OFF
 
     @property
-    def num_blocks(self) -> int:
+    def table_blocks(self) -> int:
         """Length of its shortest block table."""
         return min(map(len, self.tables))
 

@@ -252,7 +252,7 @@ def build(
         sessions,
         weights,
         hub_id=files.hub_id,
-        max_batched_tokens=settings.max_batched_tokens if model.device.type == "cuda" else 0,
+        max_batched_tokens=settings.max_batched_tokens,
     )
     return Parts(worker, tiers, client, watchdog, servicer)
 

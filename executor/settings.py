@@ -55,8 +55,8 @@ class ExecutorSettings(ProcessSettings):
         2048,
         ge=1,
         le=65536,
-        description="Most tokens of a step on a GPU, which keeps memory free for such a step. A scheduler that is set "
-        "to more sends no more. On a CPU, the scheduler alone bounds steps.",
+        description="Most tokens of a step on a GPU, which keeps memory free for such a step of up to 256 sequences. "
+        "A scheduler that is set to more sends no more. On a CPU, the scheduler alone bounds steps.",
     )
     expected_tokens: int = Field(
         2048,

@@ -92,7 +92,7 @@ class StepTimes:
         self._idle = histogram("executor_idle", "Idle time of the device before a step.")
         self.max_tokens = Gauge(
             f"{_PREFIX}_step_max_tokens",
-            "Most tokens of a step: the setting, or less after the executor had no memory for a step.",
+            "Most tokens of a step: the setting, or less if the executor keeps or has no memory for more.",
             registry=registry,
         )
 

@@ -30,18 +30,19 @@ Way = tuple[Sampling, Policy | None, int]
 def rehearse(
     model: Model, block_size: int, cache_dtype: torch.dtype, scales: Sequence[Scales], max_batched_tokens: int
 ) -> None:
-    """Runs steps of nearly every kind, then the largest step that is a graph, and the largest step of all.
+    """Runs steps of nearly every kind, then a step of the largest graph, and a step of `max_batched_tokens` tokens.
 
-    The pools are small, and are released. The memory of the largest steps' activations stays with PyTorch, for steps
-    over the real pools. Raises ModelError if there is no memory.
+    These have at most MOST_SEQUENCES sequences, without log-probabilities of prompts. The pools are small, and are
+    released. The memory of activations stays with PyTorch, for steps over the real pools. Raises ModelError if there is
+    no memory.
     """
-    tokens = 0
+    tokens = max_batched_tokens
     try:
-        most = min(max_batched_tokens, model.max_positions - _DECODES)
+        most = min(MOST_TOKENS, model.max_positions - _DECODES)
         layout = Layout(block_size, tuple(group.shape.window for group in model.groups), model.rotary is not None)
         ways: list[Way] = [*((sampling, None, min(_PROMPT, most)) for sampling in _SAMPLINGS), *_policies(layout, most)]
-        sizes = sorted({min(MOST_TOKENS, max_batched_tokens), max_batched_tokens})
-        largest = [_lengths(size, model.max_positions) for size in sizes]
+        # Graphs of all sizes are captured, whatever the setting.
+        largest = [_lengths(size, model.max_positions) for size in sorted({MOST_TOKENS, max_batched_tokens})]
         longest = max(*(length + _DECODES for _, _, length in ways), *(lengths[0] for lengths in largest))
         # One more, to which a block is copied.
         blocks = -(-longest // block_size) + 1
@@ -100,9 +101,9 @@ def _steps_of(way: Way, blocks: int, groups: int) -> list[Step]:
 
 
 def _lengths(tokens: int, max_positions: int) -> list[int]:
-    """Returns the lengths of the prompts in a step of so many tokens, of as many sequences as possible; longest first.
+    """Returns the lengths of up to MOST_SEQUENCES prompts, longest first, which have `tokens` tokens together.
 
-    Sequences are no longer than the model allows, so a step may have fewer tokens.
+    Prompts are no longer than the model allows, so all together may have fewer tokens.
     """
     sequences = min(MOST_SEQUENCES, tokens)
     share, rest = divmod(tokens, sequences)

@@ -294,7 +294,7 @@ class Runner:
         for sequence in sequences:
             if sequence.handle in step.windows:
                 self._eviction.set_window(sequence, step.windows[sequence.handle])
-        if evicting:
+        if any(self._eviction.moves(one, step.evicting.get(one.handle)) for one in evicting):
             self._clock.begin()
         evicted = [
             self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number) for sequence in evicting

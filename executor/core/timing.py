@@ -48,21 +48,21 @@ class Clock:
     def begin(self) -> None:
         """Called before copies, evictions and the forward pass of the last step are launched: the first call counts.
 
-        What the host prepares until then leaves a GPU idle if the previous step has ended, although the inputs of the
-        forward pass may be sent earlier.
+        What the host prepares until then leaves a GPU idle if the previous step has ended, although inputs, and counts
+        of tokens for penalties, may be sent earlier.
         """
         if self._last is not None:
             self._last.begin()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Encloses a wait of the host for copies, in which nothing is launched."""
-        with contextlib.nullcontext() if self._last is None else self._last.waiting():
+        """Encloses a wait of the host for copies, in which nothing is launched; between steps, a wait has no effect."""
+        with contextlib.nullcontext() if self._last is None or self._last.ended else self._last.waiting():
             yield
 
 
 class _HostSpan:
-    _end: float
+    ended = False
 
     def __init__(self, before: "_HostSpan | None") -> None:
         self._start = self._end = time.perf_counter()
@@ -80,6 +80,7 @@ class _HostSpan:
 
     def end(self) -> None:
         self._end = time.perf_counter()
+        self.ended = True
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +91,7 @@ class _HostSpan:
 
 
 class _CudaSpan:
-    _end: torch.cuda.Event
+    ended = False
 
     def __init__(self, before: "_CudaSpan | None") -> None:
         self._before = None if before is None else before._end
@@ -119,6 +120,7 @@ class _CudaSpan:
     def end(self) -> None:
         self.begin()
         self._end.record()
+        self.ended = True
 
     @property
     def is_over(self) -> bool:

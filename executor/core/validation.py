@@ -44,7 +44,7 @@ class _Changed:
     stopped: bool = False
 
     @property
-    def num_blocks(self) -> int:
+    def table_blocks(self) -> int:
         return min(self.blocks)
 
     @classmethod
@@ -256,7 +256,7 @@ def _check_work(step: Step, future: _Future, limits: Limits) -> dict[int, int]:
 
 def _check_capacity(handle: int, sequence: SequenceState | _Changed, count: int, drafts: int, limits: Limits) -> None:
     """Raises CapacityExceededError if a sequence has no room for `count` tokens and the drafted tokens."""
-    end, room = _slots(sequence) + count + drafts, sequence.num_blocks * limits.block_size
+    end, room = _slots(sequence) + count + drafts, sequence.table_blocks * limits.block_size
     if end > room:
         raise CapacityExceededError(
             f"sequence {handle} would use {end} slots, its tables hold {room}",

@@ -157,6 +157,12 @@ class TokenEviction:
         assert sequence.policy is not None
         sequence.policy = self._states[sequence.handle].evictor.policy = sequence.policy.with_window(tokens)
 
+    def moves(self, sequence: SequenceState, table: tuple[int, ...] | None) -> bool:
+        """Returns whether a sequence that evicts loses or moves tokens now. table: as in `evict`."""
+        state = self._states[sequence.handle]
+        count = state.evictor.policy.kept_after(sequence.kept, sequence.computed, state.prompt)
+        return count < sequence.kept or bool(table)
+
     def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Eviction | None:
         """Evicts the tokens that a sequence's policy names, if any, before the sequence computes more tokens.
 
@@ -168,8 +174,8 @@ class TokenEviction:
             return None
         sequence.evicts = True
         policy, evicted = state.evictor.policy, None
-        count = policy.kept_after(sequence.kept, sequence.computed, state.prompt)
-        if count < sequence.kept or table:
+        if self.moves(sequence, table):
+            count = policy.kept_after(sequence.kept, sequence.computed, state.prompt)
             with one_thread(self._device):
                 evicted = self._evict(sequence, state, count, table, step)
         if policy.most_kept is not None and (table == () or policy.bounds is not None):

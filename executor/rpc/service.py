@@ -57,7 +57,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         hub_id: str = "",
         max_batched_tokens: int = 0,
     ) -> None:
-        """hub_id: the model's id on a hub, if known. max_batched_tokens: of a step, 0 without a bound."""
+        """hub_id: the model's id on a hub, if known. max_batched_tokens: most tokens of a step on a GPU."""
         self._leases = leases
         self._adapters = adapters
         self._identity = identity
@@ -165,8 +165,8 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             raise answer
         if isinstance(answer, StepOutput):
             return pb.StreamStepsResponse(result=build_result(answer))
-        opened = pb.SessionOpened(first_step=answer, max_batched_tokens=self._max_batched_tokens)
-        return pb.StreamStepsResponse(opened=opened)
+        limit = self._max_batched_tokens if self._runner.model.device.type == "cuda" else 0
+        return pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=answer, max_batched_tokens=limit))
 
     async def _read(self, requests: AsyncIterator[pb.StreamStepsRequest], session: Session, scheduler_id: str) -> None:
         times_left = self._leases.times_left(scheduler_id)

@@ -345,7 +345,8 @@ class StepLoop:
         if not limit:
             return False
         log.warning("the executor has no memory for a step; steps are shorter now", tokens=tokens, max_tokens=limit)
-        self._own_limit = limit
+        self._own_limit = self._max_tokens = limit
+        self._times.max_tokens.set(limit)
         return True
 
     def _limit_steps(self, max_batched_tokens: int) -> None:
@@ -354,7 +355,7 @@ class StepLoop:
         self._times.max_tokens.set(self._max_tokens)
         if self._max_tokens < self._own_limit:
             log.warning(
-                "the executor keeps memory for fewer tokens of a step than set here",
+                "the executor keeps memory for fewer tokens of a step than this scheduler's limit",
                 max_tokens=self._max_tokens,
                 max_batched_tokens=self._own_limit,
             )

@@ -100,7 +100,7 @@ async def test_another_tokenizer_or_generation_config_is_another_model(stack: St
 
 async def test_a_session_runs_steps_in_order(stack: Stack) -> None:
     async with stack.session() as stream:
-        assert stream.opened == pb.SessionOpened(first_step=1, max_batched_tokens=MAX_BATCHED_TOKENS)
+        assert stream.opened == pb.SessionOpened(first_step=1)
         first = await stream.run(**join(1))
         assert (first.step, list(first.sequences), first.num_tokens) == (1, [1], len(PROMPT))
         assert first.logprobs[0].top_token_ids[0] == first.token_ids[0]
@@ -112,6 +112,16 @@ async def test_a_session_runs_steps_in_order(stack: Stack) -> None:
         assert (second.step, list(second.sequences)) == (2, [1])
         assert (third.step, list(third.sequences)) == (3, [])
         assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=patience(5))).last_step == 3
+
+
+async def test_a_gpu_announces_for_how_many_tokens_of_a_step_it_keeps_memory(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = replace(stack.runner.model, device=torch.device("cuda"))
+    with monkeypatch.context() as patched:
+        patched.setattr(stack.runner, "model", gpu)
+        async with stack.session() as stream:
+            assert stream.opened == pb.SessionOpened(first_step=1, max_batched_tokens=MAX_BATCHED_TOKENS)
 
 
 async def test_answers_still_come_after_the_scheduler_has_said_everything(stack: Stack) -> None:

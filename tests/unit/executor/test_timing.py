@@ -92,6 +92,18 @@ def test_a_wait_for_copies_is_idle_time_once(
     assert spans[1].seconds() == pytest.approx(expected)
 
 
+def test_a_wait_between_two_steps_is_idle_time_of_the_second(host: HostTime, timeline: Timeline) -> None:
+    clock, spans = Clock(torch.device("cuda")), []
+    for _ in range(2):
+        spans.append(clock.start())
+        clock.begin()
+        timeline.compute(5e-3)
+        spans[-1].end()
+        with clock.waiting():
+            host.sleep(9e-3)
+    assert [span.seconds() for span in spans] == [pytest.approx((5e-3, 0)), pytest.approx((5e-3, 4e-3))]
+
+
 def test_a_step_after_a_failed_step_has_no_idle_time(host: HostTime, timeline: Timeline) -> None:
     clock = Clock(torch.device("cuda"))
     clock.start().end()
@@ -114,4 +126,6 @@ def test_a_wait_for_copies_is_no_work_of_a_cpu(monkeypatch: pytest.MonkeyPatch, 
     with clock.waiting():
         host.sleep(4e-3)
     span.end()
+    with clock.waiting():
+        host.sleep(1e-3)
     assert span.seconds() == pytest.approx((5e-3, 4e-3))

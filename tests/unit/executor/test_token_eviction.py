@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from executor.batch import build_batch
+from executor.core import runner
+from executor.core.timing import Clock
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.forward import Model
 from executor.models.probe import deviation
@@ -258,3 +261,19 @@ def test_windows_that_a_policy_does_not_allow_are_refused_and_change_nothing(tin
         assert list(caught.value.fields) == [field]
     client.step(driver)
     assert client.windows
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_work_of_a_step_begins_with_its_eviction_only_if_tokens_are_evicted(
+    stays: bool, tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Clock, "begin", lambda _: said.append("begin"))
+    monkeypatch.setattr(runner, "build_batch", lambda *args: (said.append("batch"), build_batch(*args))[1])
+    driver, sequence = Driver(tiny), EvictingSequence(1, policy_of(tiny, small(Kind.H2O)), stays=stays)
+    eviction, plain = [], []
+    for _ in range(20):
+        said.clear()
+        (eviction if sequence.step(driver).evicted else plain).append(tuple(said))
+    assert set(eviction) == {("begin", "batch", "begin")}
+    assert set(plain) == {("batch", "begin")}

@@ -133,8 +133,13 @@ class Driven:
             self.compute(wanted if room is None else min(wanted, room))
 
 
-def evictions(chosen: Policy, device: torch.device, engine: type[TokenEviction] = TokenEviction) -> int:
-    """Evictions of a sequence of TOKENS tokens, whose scores are random, from pools of 2 layers with 2 heads of 8."""
+def evictions(
+    chosen: Policy, device: torch.device, engine: type[TokenEviction] = TokenEviction, *, first_block: int = 20
+) -> int:
+    """Evictions of a sequence of TOKENS tokens, whose scores are random, from pools of 2 layers with 2 heads of 8.
+
+    first_block: of the table to which the first eviction moves the tokens; the table before is from 1 to 15.
+    """
     shape = LayerShape(None, 2, 8)
     pools = KvPools([LayerGroup(shape, (0, 1))], 40, BLOCK, torch.float32, device)
     eviction = engine(pools, torch.empty(4, device=device), device)
@@ -145,7 +150,7 @@ def evictions(chosen: Policy, device: torch.device, engine: type[TokenEviction] 
     for step in range(1, TOKENS - PROMPT + 2):
         wants = chosen.kept_after(sequence.kept, sequence.computed, PROMPT) < sequence.kept
         # The first eviction moves the tokens to other blocks, all later ones stay in these.
-        fresh = tuple(range(20, 20 + TOKENS // BLOCK)) if wants and not begun else None
+        fresh = tuple(range(first_block, first_block + TOKENS // BLOCK)) if wants and not begun else None
         begun = begun or wants
         count += eviction.evict(sequence, fresh, step) is not None
         eviction.scored([sequence], [new])

@@ -15,7 +15,10 @@ from executor.eviction.engine import TokenEviction, in_place, moved
 from kernels.compact_kv.launch import compact_kv
 from protos.kvcommon.eviction import Kind
 from protos.kvcommon.v1 import kvcommon_pb2 as common
-from tests.unit.executor.eviction.driving import CPU, KINDS, ROTATED, evictions, policy
+from tests.unit.executor.eviction.driving import BLOCK, CPU, KINDS, ROTATED, TOKENS, evictions, policy
+
+# Of the table to which the first eviction moves the tokens: blocks apart from those before, and blocks among those.
+FIRST_BLOCKS = (20, 3)
 
 
 def chosen(slots: int, count: int, seed: int) -> Tensor:
@@ -53,22 +56,24 @@ class Marked(TokenEviction):
         super().observe(sequences, counts, scores)
 
 
+@pytest.mark.parametrize("first_block", FIRST_BLOCKS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_keys_of_kept_tokens_are_where_their_positions_are(kind: Kind) -> None:
-    assert evictions(policy(kind), CPU, Marked)
+def test_the_keys_of_kept_tokens_are_where_their_positions_are(kind: Kind, first_block: int) -> None:
+    assert evictions(policy(kind), CPU, Marked, first_block=first_block)
 
 
+@pytest.mark.parametrize("first_block", FIRST_BLOCKS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_copies_that_overlap_are_announced(kind: Kind) -> None:
-    check_overlap(kind)
+def test_copies_that_overlap_are_announced(kind: Kind, first_block: int) -> None:
+    check_overlap(kind, first_block)
 
 
 @pytest.mark.parametrize("kind", ROTATED, ids=lambda kind: kind.name)
 def test_copies_that_overlap_are_announced_where_keys_are_rotated(kind: Kind) -> None:
-    check_overlap(kind, positions=common.EVICTION_POSITIONS_COMPACTED)
+    check_overlap(kind, FIRST_BLOCKS[0], positions=common.EVICTION_POSITIONS_COMPACTED)
 
 
-def check_overlap(kind: Kind, **fields: int) -> None:
+def check_overlap(kind: Kind, first_block: int, **fields: int) -> None:
     calls = Counter[bool]()
 
     def checked(k: Tensor, v: Tensor, sources: Tensor, targets: Tensor, *, overlap: bool) -> None:
@@ -84,6 +89,6 @@ def check_overlap(kind: Kind, **fields: int) -> None:
         compact_kv(k, v, sources, targets, overlap=overlap)
 
     with patch.object(engine, "compact_kv", checked):
-        assert evictions(policy(kind, **fields), CPU)
+        assert evictions(policy(kind, **fields), CPU, first_block=first_block)
     # The first eviction moves all tokens to other blocks.
-    assert calls[False]
+    assert calls[first_block <= TOKENS // BLOCK]

@@ -1,5 +1,6 @@
 """No policy waits for the device: on the meta device, which has no values, any value that is read is an error."""
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor import transfer
 from protos.kvcommon.eviction import Anchor, Kind
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.eviction.driving import KINDS, ROTATED, evictions, policy
@@ -16,7 +18,7 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class Uploads(TorchDispatchMode):
-    """Fails where the host waits for a copy to the device."""
+    """Fails at copies to the device but those of executor.transfer, which copies from pinned memory without waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +31,8 @@ class Uploads(TorchDispatchMode):
         if func in COPIES and made.is_meta and not source.is_meta:
             self.count += 1
             assert kwargs.get("non_blocking"), f"{tuple(source.shape)} are copied while the host waits"
+            callers = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+            assert transfer.__file__ in callers, f"{tuple(source.shape)} are not pinned"
         return made
 
 
@@ -39,12 +43,14 @@ def uploads() -> Iterator[Uploads]:
 
 
 def test_a_copy_for_which_the_host_waits_is_noticed(uploads: Uploads) -> None:
-    torch.zeros(2).to(META, non_blocking=True)
+    transfer.sent(torch.zeros(2), META)
+    with pytest.raises(AssertionError, match="are not pinned"):
+        torch.zeros(2).to(META, non_blocking=True)
     with pytest.raises(AssertionError, match="while the host waits"):
         torch.zeros(2).to(META)
     with pytest.raises(AssertionError, match="while the host waits"):
         torch.empty(2, device=META).copy_(torch.zeros(2))
-    assert uploads.count == 3
+    assert uploads.count == 4
 
 
 @pytest.mark.usefixtures("uploads")
