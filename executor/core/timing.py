@@ -62,6 +62,7 @@ class Clock:
 
 
 class _HostSpan:
+    _end: float
     ended = False
 
     def __init__(self, before: "_HostSpan | None") -> None:
@@ -91,6 +92,7 @@ class _HostSpan:
 
 
 class _CudaSpan:
+    _end: torch.cuda.Event
     ended = False
 
     def __init__(self, before: "_CudaSpan | None") -> None:
