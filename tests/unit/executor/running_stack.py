@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from google.protobuf.duration_pb2 import Duration
 
 from executor.cache.pool import KvPools
 from executor.cache.tiers.tiers import Tiers
@@ -90,12 +90,17 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     # Whether it has blocks that it does not restore while steps for another manager may run.
     has_blocks: bool = False
     refused: list[kv.RegisterExecutorRequest] = field(default_factory=list)
-    lease_nanos: int = 60_000_000
+    lease: timedelta = timedelta(milliseconds=60)
     refuse_confirmations: int = 0
     # As executors have told them.
     weight_versions: list[str] = field(default_factory=list)
     refuse_weights: int = 0
+    # Renewals have no answer while this is not set.
+    answers_renewals: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.answers_renewals.set()
 
     def restart(self) -> None:
         self.epoch += 1
@@ -127,16 +132,17 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
         self.registrations.append(request)
         self.known = True
         self.changed.set()
-        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=self.lease_nanos))
+        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=self.lease)
 
     async def RenewExecutor(self, request: Any, context: Any) -> kv.RenewExecutorResponse:
         if not self.known:
             raise UnknownExecutorError("register first")
         self.renewals += 1
         self.changed.set()
+        await self.answers_renewals.wait()
         return kv.RenewExecutorResponse(
             manager_epoch=self.epoch,
-            lease_duration=Duration(nanos=self.lease_nanos),
+            lease_duration=self.lease,
             transfers=self.transfers,
             scheduler_ids=self.scheduler_ids,
         )

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,12 +186,13 @@ async def test_another_scheduler_is_not_let_in_before_the_cache_manager_has_been
     """The last answer is of a time at which it had not registered."""
     stack.manager.scheduler_ids = []
     await renewed(stack.manager)
+    stack.manager.answers_renewals.clear()
     async with stack.session() as own:
-        stack.manager.scheduler_ids = ["s", "other"]
         with refused("EXECUTOR_IN_USE", "open.scheduler_id", grpc.StatusCode.UNAVAILABLE):
             await opened(stack, 2, scheduler_id="other")
         assert list((await own.run(**join(1))).sequences) == [1]
         stack.manager.scheduler_ids = ["other"]
+        stack.manager.answers_renewals.set()
         await renewed(stack.manager)
         await renewed(stack.manager)
         async with stack.session(2, scheduler_id="other"):
@@ -382,8 +384,9 @@ async def test_the_pools_are_announced_and_again_after_a_restart_with_their_last
 
 async def test_blocks_are_asked_for_once_the_scheduler_of_the_session_has_registered(stack: Stack) -> None:
     manager = stack.manager
-    # Its scheduler reaches the manager long before that.
-    manager.has_blocks, manager.lease_nanos = True, 600_000_000_000  # subject: no session is cut off
+    # The scheduler registers long before this lease ends, so no session is cut off.
+    manager.has_blocks, manager.lease = True, timedelta(minutes=10)
+    await renewed(manager)
     async with stack.session(manager_epoch=manager.epoch) as stream:
         await stream.run(**join(0))
         manager.restart()

@@ -77,10 +77,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
 
 
 @pytest.fixture
-async def stack(
-    tiny: Model, hanging: Hanging, ticks: Ticks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Stack]:
-    monkeypatch.setattr(worker, "STOP_SECONDS", 0.1)
+async def stack(tiny: Model, hanging: Hanging, ticks: Ticks, tmp_path: Path) -> AsyncIterator[Stack]:
     async with running(replace(tiny, forward=hanging), tmp_path) as stack:  # type: ignore[arg-type]
         yield stack
         hanging.goes_on.set()
@@ -108,7 +105,8 @@ async def test_health_says_that_the_device_makes_no_progress_and_progress_again(
         assert (await stream.read()).result.step == 1
         await ticks.go_by(2)
         await until(lambda: is_serving(address))
-        # A device without work does not stand still.
+        # A device without work does not stand still. Its thread may still be about to find no work.
+        await until(lambda: stack.worker.turn is None)
         await ticks.go_by(watchdog.STILL_TICKS * 2)
         assert await asyncio.to_thread(is_serving, address)
     assert not stack.given_up.is_set()
@@ -170,12 +168,16 @@ async def test_a_long_first_step_does_not_end_the_process_when_its_scheduler_res
         assert (await stream.read()).result.step == 2
 
 
-async def test_a_process_whose_device_stands_still_ends_its_session_and_itself(stack: Stack, hanging: Hanging) -> None:
+async def test_a_process_whose_device_stands_still_ends_its_session_and_itself(
+    stack: Stack, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hanging.goes_on.clear()
     async with stack.session() as stream:
         await stream.send(**join(1))
         await until(hanging.hangs.is_set)
-        stack.servicer.stop()
-        with refused("STOPPING"):
-            await stream.read()
-        assert not await asyncio.to_thread(stack.worker.stop)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "STOP_SECONDS", 0.1)
+            stack.servicer.stop()
+            with refused("STOPPING"):
+                await stream.read()
+            assert not await asyncio.to_thread(stack.worker.stop)
