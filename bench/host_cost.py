@@ -73,7 +73,7 @@ def make_runner() -> Runner:
     config = LlamaConfig.from_dict(SMALL["Llama"].to_dict() | {"num_hidden_layers": 1, "max_position_embeddings": 8192})
     module = build(config, torch.float32, "cpu")
     model = model_of(module, "small")
-    forward = cast(WithoutKernels, fused(WithoutKernels, module, model))
+    forward = fused(WithoutKernels, module, model)
     forward.probed = True
     blocks = -(-(CONTEXT + STEPS + WARM) // BLOCK) * 256 + -(-(CONTEXT + STEPS) // BLOCK)
     return Runner(replace(model, forward=forward), KvPools(model.groups, blocks, BLOCK, torch.float32, model.device))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
@@ -79,7 +79,8 @@ class WithoutGraphs(CudaGraphRunner):
         self._launch(buffers, batch, size)
 
 
-KINDS = {"graphs": CudaGraphRunner, "no graphs": WithoutGraphs}
+Fused = TypeVar("Fused", bound=CudaGraphRunner)
+KINDS: dict[str, type[CudaGraphRunner]] = {"graphs": CudaGraphRunner, "no graphs": WithoutGraphs}
 # The error in bfloat16 may be at most this multiple of the error of transformers.
 ROUNDING = 1.5
 
@@ -141,7 +142,7 @@ def check_on(device: str, name: str, config: PretrainedConfig) -> None:
         raise WrongError("; ".join(wrong))
 
 
-def fused(kind: type[CudaGraphRunner], module: Any, model: Model) -> Forward:
+def fused(kind: type[Fused], module: Any, model: Model) -> Fused:
     """The fused forward pass of a model. Raises WrongError if the probe refuses the model."""
     groups, positions = model.groups, model.max_positions
     forward = with_fallback(

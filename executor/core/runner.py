@@ -165,7 +165,8 @@ class Runner:
         self.adapters: dict[int, Any] = {}
         self._sequences = SequenceTable()
         self._counts = TokenCounts(model.vocab_size, model.device)
-        self._eviction = TokenEviction(pools, model.rotary, model.device)
+        self._clock = Clock(model.device)
+        self._eviction = TokenEviction(pools, model.rotary, model.device, self._clock.begin)
         assert drafter is None or not self.overlaps
         self._drafter = drafter
         self.grammars = grammars or Grammars(b"", model.vocab_size, model.eos_token_ids)
@@ -176,7 +177,6 @@ class Runner:
         self._unsettled: list[LaunchedStep] = []
         # CUDA graphs are captured over this tensor.
         self._last_tokens = torch.zeros(MAX_SEQUENCES, dtype=torch.int64, device=model.device)
-        self._clock = Clock(model.device)
         self._limits = Limits(
             vocab_size=model.vocab_size,
             max_positions=model.max_positions,
@@ -294,8 +294,6 @@ class Runner:
         for sequence in sequences:
             if sequence.handle in step.windows:
                 self._eviction.set_window(sequence, step.windows[sequence.handle])
-        if any(self._eviction.moves(one, step.evicting.get(one.handle)) for one in evicting):
-            self._clock.begin()
         evicted = [
             self._eviction.evict(sequence, step.evicting.get(sequence.handle), step.number) for sequence in evicting
         ]

@@ -1,8 +1,8 @@
 """The time of a step's work on the device, and the idle time before it."""
 
-import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +42,8 @@ class Clock:
     def start(self) -> Span:
         """Starts the span of a step. On a CPU, the step's work begins now."""
         kind = _CudaSpan if self._device.type == "cuda" else _HostSpan
-        self._last = kind(self._last)
-        return self._last  # type: ignore[no-any-return]
+        self._last = span = kind(self._last)
+        return span
 
     def begin(self) -> None:
         """Called before copies, evictions and the forward pass of the last step are launched: the first call counts.
@@ -54,11 +54,9 @@ class Clock:
         if self._last is not None:
             self._last.begin()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Encloses a wait of the host for copies, in which nothing is launched; between steps, a wait has no effect."""
-        with contextlib.nullcontext() if self._last is None or self._last.ended else self._last.waiting():
-            yield
+        return nullcontext() if self._last is None or self._last.ended else self._last.waiting()
 
 
 class _HostSpan:
@@ -73,7 +71,7 @@ class _HostSpan:
     def begin(self) -> None:
         """Nothing to do: preparing is work of the CPU, too."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
@@ -97,7 +95,7 @@ class _CudaSpan:
 
     def __init__(self, before: "_CudaSpan | None") -> None:
         self._before = None if before is None else before._end
-        self._start, self._end = _events()
+        self._start, self._end = _event(), _event()
         self._begun = False
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -107,13 +105,13 @@ class _CudaSpan:
             self._start.record()
             self._begun = True
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         # Before the first work, the start of the span tells how long the device was idle.
         if not self._begun:
             yield
             return
-        done, launching = _events()
+        done, launching = _event(), _event()
         done.record()
         yield
         launching.record()
@@ -139,5 +137,5 @@ class _CudaSpan:
         return (self._start.elapsed_time(self._end) - within) / 1e3, (before + within) / 1e3
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call,return-value]
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,9 +95,19 @@ class TokenEviction:
     Only models with one layer group evict: policies are checked for that.
     """
 
-    def __init__(self, pools: KvPools, frequencies: Tensor | None, device: torch.device) -> None:
-        """frequencies: [D / 2] float32, radians per position; None if keys cannot be rotated again."""
+    def __init__(
+        self,
+        pools: KvPools,
+        frequencies: Tensor | None,
+        device: torch.device,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """frequencies: [D / 2] float32, radians per position; None if keys cannot be rotated again.
+
+        begin: called before the device gets the work of an eviction.
+        """
         self._pools = pools
+        self._begin = begin
         self._frequencies = frequencies
         self._device = device
         self._states: dict[int, EvictionState] = {}
@@ -157,12 +167,6 @@ class TokenEviction:
         assert sequence.policy is not None
         sequence.policy = self._states[sequence.handle].evictor.policy = sequence.policy.with_window(tokens)
 
-    def moves(self, sequence: SequenceState, table: tuple[int, ...] | None) -> bool:
-        """Returns whether a sequence that evicts loses or moves tokens now. table: as in `evict`."""
-        state = self._states[sequence.handle]
-        count = state.evictor.policy.kept_after(sequence.kept, sequence.computed, state.prompt)
-        return count < sequence.kept or bool(table)
-
     def evict(self, sequence: SequenceState, table: tuple[int, ...] | None, step: int) -> Eviction | None:
         """Evicts the tokens that a sequence's policy names, if any, before the sequence computes more tokens.
 
@@ -174,8 +178,9 @@ class TokenEviction:
             return None
         sequence.evicts = True
         policy, evicted = state.evictor.policy, None
-        if self.moves(sequence, table):
-            count = policy.kept_after(sequence.kept, sequence.computed, state.prompt)
+        count = policy.kept_after(sequence.kept, sequence.computed, state.prompt)
+        if count < sequence.kept or table:
+            self._begin()
             with one_thread(self._device):
                 evicted = self._evict(sequence, state, count, table, step)
         if policy.most_kept is not None and (table == () or policy.bounds is not None):
@@ -250,11 +255,8 @@ class TokenEviction:
             targets = torch.arange(index.shape[-1], device=index.device).expand_as(index)
         else:
             count = index.shape[-1]
-            index, targets = moved(index, count if ordered else min(count, sequence.kept - count))
-            if index.device.type == "cpu":
-                # Here it costs nothing to see how many slots move.
-                most = int((index != targets).sum(dim=-1).max())
-                index, targets = index[..., :most], targets[..., :most]
+            most = count if ordered else min(count, sequence.kept - count)
+            index, targets = moved(index, most, counts=index.device.type == "cpu")
         if index.shape[-1]:
             sources, places = self._flat(before, index), self._flat(sequence.tables[0], targets)
             # In place, slots from after the new length fill gaps before that length.
@@ -314,12 +316,15 @@ def in_place(index: Tensor, slots: int) -> Tensor:
     return torch.where(gaps, sources.gather(-1, rank), torch.arange(count, device=index.device))
 
 
-def moved(index: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns sources and targets of the slots that an order moves, [.., most]: first slots that move, then others.
+def moved(index: Tensor, most: int, *, counts: bool) -> tuple[Tensor, Tensor]:
+    """Returns sources and targets of the slots that an order moves, [.., m], padded with slots that stay.
 
-    most: at least as many as move in any layer and head.
+    most: at least as many as move in any layer and head. counts: whether to count the slots that move, which waits for
+    a device; m is then the largest count, else `most`.
     """
     moves = index != torch.arange(index.shape[-1], device=index.device)
+    if counts:
+        most = min(most, int(moves.sum(dim=-1).max()))
     targets = moves.to(torch.int8).topk(most, dim=-1).indices
     return index.gather(-1, targets), targets
 

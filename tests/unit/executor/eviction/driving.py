@@ -42,7 +42,7 @@ SMALL: dict[Kind, dict[str, Any]] = {
 KINDS = [kind for kind in Kind if kind is not Kind.NONE]
 # Policies that are tested with compacted positions.
 ROTATED = [Kind.SLIDING_WINDOW, Kind.H2O]
-# Of a sequence whose tokens the engine evicts: tokens of its prompt, all its tokens, and tokens of a block.
+# Tokens of the prompt, all tokens, and tokens per block of the sequence that `evictions` runs.
 PROMPT, TOKENS, BLOCK = 24, 60, 4
 
 
@@ -136,9 +136,9 @@ class Driven:
 def evictions(
     chosen: Policy, device: torch.device, engine: type[TokenEviction] = TokenEviction, *, first_block: int = 20
 ) -> int:
-    """Evictions of a sequence of TOKENS tokens, whose scores are random, from pools of 2 layers with 2 heads of 8.
+    """Runs a sequence with random scores in pools of 2 layers, 2 heads and head size 8; returns how often it evicts.
 
-    first_block: of the table to which the first eviction moves the tokens; the table before is from 1 to 15.
+    first_block: the first eviction moves the tokens from blocks 1 to 15 to the blocks from this one on.
     """
     shape = LayerShape(None, 2, 8)
     pools = KvPools([LayerGroup(shape, (0, 1))], 40, BLOCK, torch.float32, device)

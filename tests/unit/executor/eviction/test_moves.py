@@ -27,15 +27,16 @@ def chosen(slots: int, count: int, seed: int) -> Tensor:
     return ranks[..., :count].sort(-1).values
 
 
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(("padding", "counts"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize(("slots", "count"), [(9, 8), (20, 12), (20, 3), (40, 39), (7, 1)])
-def test_slots_beyond_the_new_length_fill_the_gaps(slots: int, count: int, padding: int) -> None:
+def test_slots_beyond_the_new_length_fill_the_gaps(slots: int, count: int, padding: int, counts: bool) -> None:
     for seed in range(20):
         kept = chosen(slots, count, seed)
         order = in_place(kept, slots)
         assert torch.equal(order.sort(-1).values, kept)
         most = int((order != torch.arange(count)).sum(-1).max())
-        sources, targets = moved(order, min(count, most + padding))
+        sources, targets = moved(order, min(count, most + padding), counts=counts)
+        assert targets.shape[-1] == (most if counts else min(count, most + padding))
         cache = torch.arange(slots).expand(3, 2, slots).clone()
         cache.scatter_(-1, targets, cache.gather(-1, sources))
         assert torch.equal(cache[..., :count], order)

@@ -142,9 +142,11 @@ def test_the_same_numbers_in_another_tier_or_group_are_other_slots(gates: Gates)
 def test_a_step_waits_for_exactly_its_own_slots(gates: Gates) -> None:
     gates.submit(down(1, 1, 1), up(2, 2, 2))
     places = [(DEVICE, 0, slot) for slot in (3, 4)] + [(DEVICE, 1, 1), (DEVICE, 1, 2)]
+    before = waited_seconds()
     gates.copier.wait(reads=places, writes=places)
     # What another reads may be read.
     gates.copier.wait(reads=[(DEVICE, 0, 1)])
+    assert waited_seconds() == before
     with gates.waiting(writes=[(DEVICE, 0, 1)]) as passed:
         assert not passed.wait(0.05)  # subject: nothing passes meanwhile
         gates.read(1)

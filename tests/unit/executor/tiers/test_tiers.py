@@ -21,6 +21,7 @@ from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
 from tests.stack import ROOT
 from tests.support.patience import patience
+from tests.unit.executor.tiers.gates import waited_seconds
 from tests.unit.executor.tiers.world import (
     Ends,
     block,
@@ -253,7 +254,9 @@ def test_tiers_that_do_not_exist_cost_nothing(pools: KvPools) -> None:
     before = threads()
     tiers = Tiers(pools)
     assert (tiers.slots, tiers.busy) == ({}, False)
+    waited = waited_seconds()
     tiers.wait(writes=[(DEVICE, 0, 1)])
+    assert waited_seconds() == waited
     assert tiers.snapshot().generations(HOST, 0).tolist() == []
     shut(tiers)
     assert threads() == before
