@@ -64,7 +64,7 @@ from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.sequences.transfers import PoolFollower, open_write_through_copies
 from cachemgr.sequences.weights import reorder_blocks
-from cachemgr.slices import Steps, at_once
+from cachemgr.slices import Slices, at_once
 from cachemgr.state import ManagerState
 from cachemgr.types import (
     Admission,
@@ -349,7 +349,7 @@ class CacheManager:
         executor.deadline = now + self.config.lease_seconds
         open_write_through_copies(executor)
 
-    def update_weights(self, executor_id: str, executor_epoch: int, weight_version: str) -> Steps[int]:
+    def update_weights(self, executor_id: str, executor_epoch: int, weight_version: str) -> Slices[int]:
         """Notes that an executor computes with new weights from now on; returns how many cached blocks are outdated.
 
         Returns 0 if the version has not changed. Raises InvalidField, UnknownExecutorError, StaleExecutorError.
@@ -358,7 +358,7 @@ class CacheManager:
         check_weight_version(weight_version)
         return (yield from self._use_weights(self._executor_of(executor_id, executor_epoch), weight_version))
 
-    def _use_weights(self, executor: Executor, weight_version: str) -> Steps[int]:
+    def _use_weights(self, executor: Executor, weight_version: str) -> Slices[int]:
         if weight_version == executor.spec.weight_version:
             return 0
         executor.spec = replace(executor.spec, weight_version=weight_version)
@@ -577,9 +577,9 @@ class CacheManager:
         """Releases the sequences of a lost or restarted scheduler in slices. From now on, no call can name them."""
         for sequence in scheduler.sequences.values():
             del self._state.sequences[sequence.sequence_id]
-        self._state.run_in_slices(self._release_in_steps(scheduler))
+        self._state.run_in_slices(self._release_in_slices(scheduler))
 
-    def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
+    def _release_in_slices(self, scheduler: Scheduler) -> Slices[None]:
         touched = 0
         sequences = list(scheduler.sequences.values())[::-1]
         # Freeing a million blocks in one call would stall all other calls.

@@ -67,9 +67,9 @@ class Queries:
         return [found for part in self.check_pool_in_parts(pool_id) for found in part() if found is not None]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
-        """Like `check_pool`, but part by part, with None after each small step.
+        """Like `check_pool`, but part by part, with None after each small piece.
 
-        `fingerprint` must not change between the steps of a part, but may change between two parts.
+        `fingerprint` must not change between the pieces of a part, but may change between two parts.
         """
         pools = self._state.pools(pool_id)
         return [

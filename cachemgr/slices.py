@@ -1,6 +1,6 @@
-"""Calls that change very many blocks, in steps, and reads of very many blocks, in slices; other calls run in between.
+"""Changes and reads of very many blocks, in slices: other calls run between two slices.
 
-A step is atomic and depends only on the manager's state, so a replay of the steps leads to the same state.
+A slice of a change is atomic and depends only on the manager's state: a replay of the slices leads to the same state.
 During a read, the state may change between two slices.
 """
 
@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from cachemgr.errors import StateChangesError
 
-# How many blocks one step looks at, and how many it changes: some milliseconds each.
+# How many blocks a slice of a change looks at, and how many it changes: some milliseconds each.
 LOOKS, CHANGES = 8192, 256
-# A slice is short compared to other waits of callers. A disturbed read takes longer slices, up to the second limit.
+# A slice of a read is short compared to other waits of callers. A disturbed read takes longer slices, up to the second
+# limit.
 SLICE_SECONDS, LONGEST_SLICE_SECONDS = 0.01, 0.03
 # A read that needs an unchanged state gives up after this time.
 PATIENCE_SECONDS = 20.0
@@ -24,21 +25,21 @@ PATIENCE_SECONDS = 20.0
 _ITEMS = 32
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Slices = Generator[None, None, T]
 
 
-def at_once(steps: Steps[T]) -> T:
+def at_once(slices: Slices[T]) -> T:
     """Runs a call without a break and returns its result."""
     while True:
         try:
-            next(steps)
+            next(slices)
         except StopIteration as ended:
             found: T = ended.value
             return found
 
 
 def read_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the items in lists; one step looks at the items of one list."""
+    """Yields the items in lists; a slice looks at the items of one list."""
     return _parted(items, LOOKS)
 
 
@@ -51,7 +52,7 @@ def pop_batches(items: list[T]) -> Iterator[list[T]]:
 
 
 def write_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the items in lists; one step changes the items of one list."""
+    """Yields the items in lists; a slice changes the items of one list."""
     return _parted(items, CHANGES)
 
 

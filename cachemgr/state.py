@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.sequence import Sequence
-    from cachemgr.slices import Steps
+    from cachemgr.slices import Slices
     from cachemgr.types import BlockFilter, ExecutorSpec, ManagerConfig, PoolShare, Prefix, SchedulerEpoch, WindowChange
     from protos.kvcommon.eviction import Kind
 
@@ -66,7 +66,7 @@ class ManagerState:
         self.windows: Counter[WindowChange] = Counter()
         self.lost_blocks = LostBlocks(self.leases)
         # Unfinished calls; each call of `expire` runs a slice.
-        self.unfinished_slices: deque[Steps[None]] = deque()
+        self.unfinished_slices: deque[Slices[None]] = deque()
 
     def begin(self) -> float:
         """Ends some leases that are over, and returns the time. Each call that changes something begins with this."""
@@ -90,7 +90,7 @@ class ManagerState:
                 newest = max((number for number in slots if number < 1 << 63), default=0)
             self.number = max(self.number, newest)
 
-    def run_in_slices(self, call: Steps[None]) -> None:
+    def run_in_slices(self, call: Slices[None]) -> None:
         """Runs the first slice of a call now; calls of `expire` run the remaining slices."""
         for _ in call:
             self.unfinished_slices.append(call)

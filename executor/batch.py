@@ -45,7 +45,7 @@ class SequenceState:
     tables: per layer group, the slots of its blocks, [M] int32. cached: tokens that were computed when it joined.
     adapter: its adapter in the model's prepared form, None for none. A sequence keeps an adapter that is unloaded.
     policy: its token eviction policy. evicts: whether it has begun to evict. compacted: whether the kept tokens get new
-    positions. continuation: ids that may follow those that it joined with. span: covers its time in the batch.
+    positions. continuation: ids that may follow `tokens`. span: covers its time in the batch.
     """
 
     handle: int
@@ -173,9 +173,9 @@ class HostBatch:
     query_start: [S + 1] int32. seq_lens: [S] int32, slots in use.
     tables: per layer group, [S, M] int32. sampling: the sequences whose last known token is computed now; each has a
     row for that token and one for each of its drafts.
-    written_slots: per layer group, [T] int64, the slots of the blocks that get new tokens. prompts: sequences whose
-    prompts are scored, in order; each states which of the `rows` are its own, which do not sample. sample_rows: [S_R]
-    int64, indices into `rows` of the rows that sample; None for all.
+    written_slots: per layer group, [T] int64, the slots of the blocks that get new tokens. prompts: in order,
+    the scored prompts, each with its own indices into `rows`: these rows do not sample. sample_rows: [S_R] int64,
+    indices into `rows` of the rows that sample; None for all.
     last_tokens: [rows of the sequence table] int64 on the device. scored: the sequences whose scores are wanted.
     """
 

@@ -28,7 +28,7 @@ if find_spec("ray") is None:
 import ray
 from layout import LayoutError, check_counts, kind_of
 from ray.exceptions import ActorAlreadyExistsError, RayError
-from ray_member import GIB, NAMESPACE, PORTS_OF_A_NUMBER, Member, Plan, Status, ask, find, make_processes, members
+from ray_member import GIB, NAMESPACE, PORTS_OF_A_NUMBER, FleetPlan, Member, Status, ask, find, make_processes, members
 from run_stack import ROOT, STOP_MARGIN_SECONDS
 
 from protos.rpc import addresses
@@ -49,7 +49,7 @@ STOP_ANSWER_SECONDS = 10.0
 LOCAL_HOST = "127.0.0.2"
 
 
-def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> None:
+def check(plan: FleetPlan, hosts: Iterable[str], engines: int, routers: int = 1) -> None:
     """Finds errors that members would find on their nodes. Raises LayoutError, SettingsError, AddressError."""
     check_counts(plan.settings, engines, plan.shards)
     last = plan.first_port + max(engines, routers) * PORTS_OF_A_NUMBER - 1
@@ -67,7 +67,7 @@ def check(plan: Plan, hosts: Iterable[str], engines: int, routers: int = 1) -> N
                         addresses.prepare(address, insecure=insecure)
 
 
-def scale(plan: Plan, engines: int, routers: int) -> None:
+def scale(plan: FleetPlan, engines: int, routers: int) -> None:
     """Starts missing members, and ends surplus members, whose requests go on elsewhere.
 
     Raises LayoutError if the running fleet has a different plan, or if another command changes the fleet.
@@ -90,7 +90,7 @@ def scale(plan: Plan, engines: int, routers: int) -> None:
     stop(name for name in there if name not in wanted)
 
 
-def start(name: str, plan: Plan) -> None:
+def start(name: str, plan: FleetPlan) -> None:
     """Has Ray start a member, as soon as a node has room for it. Raises LayoutError if the member exists already."""
     is_engine = kind_of(name) == "engine"
     actor = ray.remote(Member).options(
@@ -265,8 +265,8 @@ def connect(given: argparse.Namespace) -> bool:
 
 
 def make_plan(
-    given: argparse.Namespace, environ: Mapping[str, str], running: Iterable[Plan], resources: Mapping[str, float]
-) -> Plan:
+    given: argparse.Namespace, environ: Mapping[str, str], running: Iterable[FleetPlan], resources: Mapping[str, float]
+) -> FleetPlan:
     """The requested plan. running: plans of running members. resources: of the cluster, by Ray's names."""
     settings = {name: value for name, value in environ.items() if name.startswith(PREFIX)}
     if given.model is not None:
@@ -275,7 +275,7 @@ def make_plan(
     if gpus is None:
         # The nodes with GPUs may be away.
         gpus = next((plan.gpus for plan in running), 1.0 if resources.get("GPU") else 0.0)
-    return Plan(settings, given.shards, given.engine_cpus, gpus, given.first_port, given.engine_memory)
+    return FleetPlan(settings, given.shards, given.engine_cpus, gpus, given.first_port, given.engine_memory)
 
 
 def num_routers(there: Iterable[str]) -> int:

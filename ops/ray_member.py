@@ -48,7 +48,7 @@ LOOK_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 1.0, 2.0, 3.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class FleetPlan:
     """The settings that all members of a fleet know.
 
     settings: variables that begin with KVKEEP_. cpus, gpus, memory: of an engine; memory in GiB, 0 for any.
@@ -66,7 +66,7 @@ class Plan:
         port = self.first_port + number * PORTS_OF_A_NUMBER + PORTS.index(setting)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def differences(self, other: Plan) -> list[str]:
+    def differences(self, other: FleetPlan) -> list[str]:
         """Names of settings and options that differ."""
         names = sorted({*self.settings, *other.settings})
         found = [name for name in names if self.settings.get(name) != other.settings.get(name)]
@@ -82,7 +82,7 @@ class Status:
     processes serve, else the next event, for people. stop_seconds: the time that the processes may take to end.
     """
 
-    plan: Plan
+    plan: FleetPlan
     addresses: Mapping[str, str]
     pending: str
     stop_seconds: float
@@ -94,7 +94,7 @@ def number_of(name: str) -> int:
 
 
 def make_processes(
-    name: str, plan: Plan, host: str, *, share: float = 1.0, shard: Mapping[str, str] | None = None
+    name: str, plan: FleetPlan, host: str, *, share: float = 1.0, shard: Mapping[str, str] | None = None
 ) -> list[Process]:
     """The processes of a member; each needs only earlier ones.
 
@@ -124,7 +124,7 @@ def make_processes(
     ]
 
 
-def share_of(plan: Plan, resources: Mapping[str, float]) -> float:
+def share_of(plan: FleetPlan, resources: Mapping[str, float]) -> float:
     """The share of memory that an engine may take: of its GPU, or else of its node. resources: Ray's, of the node."""
     if plan.gpus:
         share = plan.gpus
@@ -171,7 +171,7 @@ class Member:
     If a process ends too often, the actor ends; Ray then starts it again, on a different node if it must.
     """
 
-    def __init__(self, name: str, plan: Plan) -> None:
+    def __init__(self, name: str, plan: FleetPlan) -> None:
         self._name = name
         self._plan = plan
         self._addresses: dict[str, str] = {}

@@ -24,7 +24,7 @@ from prometheus_client.samples import Sample
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.http_server import bind
-from scheduler.frontend.engine_service import EngineSource, Session
+from scheduler.frontend.engine_service import EngineSource, PeerRequests
 from scheduler.frontend.openai.server import SETTING
 from scheduler.frontend.pipe import Frame, Pipe
 from scheduler.settings import SchedulerSettings
@@ -38,10 +38,10 @@ BACKLOG = 2048
 # Pause before a front end is restarted, in seconds, at first and at most: it doubles each time, unless the previous
 # front end served for LONG_SECONDS.
 RESTART_SECONDS, LONGEST_RESTART_SECONDS, LONG_SECONDS = 0.2, 5.0, 30.0
-# Seconds after which a front end that has not ended is killed: usually, and if it must hurry or has closed its pipe.
+# A front end that must end is killed after this many seconds: usually, and if it must hurry or has closed its pipe.
 END_SECONDS, HURRIED_SECONDS = 8.0, 2.0
-# Metrics to which front ends' counts are added: of their requests, the scheduler sees neither HTTP nor the ends of
-# outputs.
+# Metrics to which front ends' counts are added: the scheduler does not see the front ends' HTTP requests, nor how their
+# outputs end.
 _COUNTED_THERE = frozenset(
     {
         "kvkeep_http_requests",
@@ -244,7 +244,7 @@ class FrontEnds:
             if self._ready.is_set():
                 await pipe.send(Frame.ENGINE, self._scheduler.engine.SerializeToString())
                 with self._metrics.serving.track_inprogress():
-                    await Session(self._scheduler.requests, None, _Peer(pipe)).run(_taken(commands))
+                    await PeerRequests(self._scheduler.requests, None, _Peer(pipe)).run(_taken(commands))
             await reading
         finally:
             reading.cancel()

@@ -1,16 +1,18 @@
 """Files and functions on the path of an admission and of a decode step, in the order of their calls.
 
 The processes are real and have a model. They record every call of a function of the product while requests run, one at
-a time. A function is on a path if nearly each admission, or each decode step, calls it. Validation, metrics, logs and
-tracing are left out, with all that they call. So are functions that no reader jumps to: properties, comprehensions,
-lambdas and special methods. A detail is a function that calls nothing in a different file: its name is enough for a
-reader. `--details` shows the details, too.
+a time. A function is on a path if there is a call for nearly each admission, or each decode step. Validation, metrics,
+logs and tracing are left out, with all that they call. So are functions that no reader jumps to: properties,
+comprehensions, lambdas and special methods. A detail is a function that calls nothing in a different file: its name is
+enough for a reader. `--details` shows the details, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
+import functools
 import importlib
 import inspect
 import itertools
@@ -29,20 +31,20 @@ from tests.stack import ROOT, Stack
 from tests.support.generation import generate_all, greedy_request
 
 PROMPT_TOKENS, TOKENS, REQUESTS = 100, 60, 12
-# A function on a path is called in at least this share of all admissions, or steps; rarer functions run on timers.
+# A function on a path is called at least this often per admission, or step; rarer functions run on timers.
 ALWAYS = 0.9
+# Functions that hand over to a different thread, which calls a different file.
+HAND_OVERS = ("Worker.submit",)
 # Files and functions that belong to no path.
 BESIDE_FILES = ("validation", "bounds", "metrics", "telemetry", "tracing", "timing", "logs", "audit", "settings")
 BESIDE_NAMES = ("check_", "_check", "observe", "log_")
 
 
 class Call(NamedTuple):
-    """A call of a function; at: in nanoseconds. process: the service. leads_on: whether it called a different file."""
+    """A call of a function; at: in nanoseconds. process: the service. leads_on: whether it led to a different file."""
 
     at: int
     process: str
-    thread: int
-    depth: int
     file: str
     function: str
     leads_on: bool = False
@@ -71,17 +73,18 @@ PATHS = (
 )
 
 
-def is_beside(call: Call) -> bool:
+def is_beside(file: str, function: str) -> bool:
     """Whether a call, with all that it calls, is left out."""
-    parts = call.file.removesuffix(".py").split("/")
-    name = call.function.rpartition(".")[2]
+    parts = file.removesuffix(".py").split("/")
+    name = function.rpartition(".")[2]
     return bool({*parts} & {*BESIDE_FILES}) or name.startswith(BESIDE_NAMES) or parts[-1].endswith("_pb2")
 
 
-def is_hop(call: Call) -> bool:
+@functools.cache
+def is_hop(file: str, function: str) -> bool:
     """Whether a reader jumps to the called function."""
-    name = call.function.rpartition(".")[2]
-    return "<" not in name and not name.startswith("__") and not is_property(call.file, call.function)
+    name = function.rpartition(".")[2]
+    return "<" not in name and not name.startswith("__") and not is_property(file, function)
 
 
 def is_property(file: str, function: str) -> bool:
@@ -90,17 +93,6 @@ def is_property(file: str, function: str) -> bool:
     for name in function.split("."):
         found = inspect.getattr_static(found, name, None)
     return isinstance(found, property)
-
-
-def without_beside(calls: Iterable[Call]) -> Iterator[Call]:
-    """The calls of one thread that are on a path."""
-    left_out: int | None = None
-    for call in calls:
-        if left_out is not None and call.depth > left_out:
-            continue
-        left_out = call.depth if is_beside(call) else None
-        if left_out is None:
-            yield call
 
 
 def windows(calls: Sequence[Call], route: Route) -> Iterator[Sequence[Call]]:
@@ -114,43 +106,47 @@ def windows(calls: Sequence[Call], route: Route) -> Iterator[Sequence[Call]]:
             begun = at
 
 
-def leading(calls: Iterable[Call]) -> Iterator[Call]:
-    """Yields the calls of one thread, each with whether it called a different file."""
-    above: list[Call] = []
-    leads: dict[int, bool] = {}
-    kept = []
-    for call in calls:
-        while above and above[-1].depth >= call.depth:
-            above.pop()
-        for outer in above:
-            leads[outer.at] = leads.get(outer.at, False) or outer.file != call.file
-        above.append(call)
-        kept.append(call)
-    return (call._replace(leads_on=leads.get(call.at, False)) for call in kept)
+def on_paths(process: str, recorded: Sequence[tuple[int, int, str, str]]) -> Iterator[Call]:
+    """Yields the calls of a process to which a reader jumps, as `traced/sitecustomize.py` has recorded all."""
+    beside: set[int] = set()
+    # By the index of a call, the nearest call from the call itself outwards to which a reader jumps.
+    nearest: dict[int, int] = {}
+    leads: set[int] = set()
+    for index, (_at, caller, file, function) in enumerate(recorded):
+        if caller in beside or is_beside(file, function):
+            beside.add(index)
+            continue
+        outer = nearest.get(caller, -1)
+        nearest[index] = index if is_hop(file, function) else outer
+        if nearest[index] != index:
+            continue
+        # A helper of the same file may be what leads to a different file.
+        while outer >= 0 and outer not in leads and recorded[outer][2] != file:
+            leads.add(outer)
+            outer = nearest.get(recorded[outer][1], -1)
+    for index, found in nearest.items():
+        if index == found:
+            at, _caller, file, function = recorded[index]
+            yield Call(at, process, file, function, index in leads or function in HAND_OVERS)
 
 
 def path_of(calls: Sequence[Call], route: Route) -> list[Step]:
     """The functions on a path, in order."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    offsets: dict[tuple[str, str, str], list[int]] = {}
+    counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
     leads: set[tuple[str, str, str]] = set()
-    taken = 0
+    passes = 0
     for window in windows(calls, route):
-        taken += 1
-        seen: dict[tuple[str, str, str], int] = {}
-        for call in window:
-            name = call.process, call.file, call.function
-            seen.setdefault(name, call.at - window[0].at)
-            if call.leads_on:
-                leads.add(name)
-        for name, offset in seen.items():
-            found.setdefault(name, []).append(offset)
-    kept = {name: statistics.median(offsets) for name, offsets in found.items() if len(offsets) >= ALWAYS * taken}
-    path = [Step(*name, name in leads) for name in sorted(kept, key=kept.__getitem__)]
-    # A call that hands over to a different process leads on, too.
-    return [
-        step._replace(leads_on=True) if after is None or after.process != step.process else step
-        for step, after in itertools.zip_longest(path, path[1:])
-    ]
+        passes += 1
+        called = collections.Counter(call[1:4] for call in window)
+        # Steps overlap: the call for a step may come in the window of the step before, which then has two of them.
+        counts.update({name: min(number, 2) for name, number in called.items()})
+        first = {call[1:4]: call.at - window[0].at for call in reversed(window)}
+        for name, offset in first.items():
+            offsets.setdefault(name, []).append(offset)
+        leads |= {call[1:4] for call in window if call.leads_on}
+    kept = [name for name, number in counts.items() if number >= ALWAYS * passes]
+    return [Step(*name, name in leads) for name in sorted(kept, key=lambda name: statistics.median(offsets[name]))]
 
 
 def traced(folder: Path) -> list[Call]:
@@ -176,11 +172,7 @@ def traced(folder: Path) -> list[Call]:
             written = folder / f"{stack.pid(name)}.json"
             while not written.exists():
                 time.sleep(0.05)
-            by_thread: dict[int, list[Call]] = {}
-            for at, thread, depth, file, function in json.loads(written.read_text()):
-                by_thread.setdefault(thread, []).append(Call(at, name, thread, depth, file, function))
-            for thread in by_thread.values():
-                calls += leading(filter(is_hop, without_beside(thread)))
+            calls += on_paths(name, json.loads(written.read_text()))
     return sorted(calls)
 
 

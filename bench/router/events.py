@@ -27,7 +27,7 @@ from cachemgr.rpc import key_events
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
-from scheduler.router.view import Generation
+from scheduler.router.view import ShardView
 from tests.support.ports import free_address
 
 ENGINES, RATE, SECONDS, ROUNDS = 16, 5_000, 5.0, 9
@@ -171,13 +171,13 @@ def taking(messages: list[pb.WatchEventsResponse], blocks: int, engines: int = E
     caches = Caches(engines)
     for engine in range(engines):
         caches.store(engine, 1, other_keys(engine, blocks // engines))
-    generation = Generation("another")
-    caches.view.apply(generation, [registered(f"e{engine}") for engine in range(engines)])
+    shard_view = ShardView("another")
+    caches.view.apply(shard_view, [registered(f"e{engine}") for engine in range(engines)])
     events = messages[-1].last_event_number - messages[0].last_event_number
     sent = [message.SerializeToString() for message in messages[1:]]
     begun = time.process_time()
     for data in sent:
-        caches.view.apply(generation, pb.WatchEventsResponse.FromString(data).changes)
+        caches.view.apply(shard_view, pb.WatchEventsResponse.FromString(data).changes)
     taken = time.process_time() - begun
     yield Row("taking an event in, for the router", taken / events * 1e6, "µs")
     yield Row("an event over the network", sum(map(len, sent)) / events, "bytes")

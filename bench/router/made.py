@@ -19,7 +19,7 @@ from scheduler.router.fleet import Fleet
 from scheduler.router.key_space import KeySpace
 from scheduler.router.metrics import RouterMetrics
 from scheduler.router.policies import POLICIES
-from scheduler.router.view import CacheView, Generation
+from scheduler.router.view import CacheView, ShardView
 
 BLOCK, PROMPT_TOKENS = 16, 100_000
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK
@@ -60,18 +60,18 @@ class Caches:
         self.stored = 0
         self.names = [f"e{number}" for number in range(engines)]
         self.shards = [f"{SHARD}-{number}" for number in range(shards)]
-        self._generations = [Generation(shard) for shard in self.shards]
+        self._shard_views = [ShardView(shard) for shard in self.shards]
         for number, name in enumerate(self.names):
             self.view.apply(self._of(number), [registered(name)])
-        for generation in self._generations:
-            self.view.show(generation)
+        for shard_view in self._shard_views:
+            self.view.show(shard_view)
 
     def shard(self, engine: int) -> str:
         """The cache manager of an executor."""
         return self.shards[engine % len(self.shards)]
 
-    def _of(self, engine: int) -> Generation:
-        return self._generations[engine % len(self.shards)]
+    def _of(self, engine: int) -> ShardView:
+        return self._shard_views[engine % len(self.shards)]
 
     def store(self, engine: int, tier: int, keys: Sequence[int]) -> None:
         """Reports that the executor has these blocks."""

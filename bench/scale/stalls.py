@@ -274,7 +274,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 async def _snapshot(manager: CacheManager) -> None:
     with contextlib.closing(manager.queries.snapshot()) as reader:
-        async for _ in sliced(reader.steps()):
+        async for _ in sliced(reader.slots()):
             reader.catch_up()
         async for _ in sliced(reader.events()):
             pass

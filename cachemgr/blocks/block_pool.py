@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.offload import CopyTicket
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.retention.priority import RetentionRequest
-    from cachemgr.slices import Steps
+    from cachemgr.slices import Slices
 
 # Read once: reading a member of an enum takes as long as adding a block to the eviction order.
 _DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
@@ -337,7 +337,7 @@ class BlockPool:
         while self.can_withhold:
             self.withhold_part()
 
-    def withhold_in_steps(self) -> Steps[LeftBlocks]:
+    def withhold_in_slices(self) -> Slices[LeftBlocks]:
         """Withholds free slots after `set_total`. Returns how many blocks had to leave."""
         offloaded, dropped = 0, Counter[TierKind]()
         while self.can_withhold:
@@ -353,7 +353,7 @@ class BlockPool:
         """Counts the blocks removed from the index so far, per tier."""
         return {tier.kind: sum(tier.counters.removed) for tier in self.tiers}
 
-    def estimate_left(self, total: int) -> Steps[LeftBlocks]:
+    def estimate_left(self, total: int) -> Slices[LeftBlocks]:
         """Estimates how many blocks leave if `total` slots may be used.
 
         Ignores quotas, and descendants in lower tiers.

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from cachemgr import slices
 from cachemgr.errors import EventsGoneError
-from cachemgr.slices import Steps
+from cachemgr.slices import Slices
 from cachemgr.types import BlockView, EventKind, ExecutorSpec, LeaseView, RemovalCause
 
 _new = tuple.__new__
@@ -84,7 +84,7 @@ class EventLog:
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
-    def scrub(self, gone: set[bytes], is_meant: Callable[[BlockView], bool]) -> Steps[None]:
+    def scrub(self, gone: set[bytes], is_meant: Callable[[BlockView], bool]) -> Slices[None]:
         """Removes token ids from the events of all blocks that are meant or in `gone`, and of their descendants.
 
         Adds the keys of all these blocks to `gone`.

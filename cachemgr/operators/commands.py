@@ -26,7 +26,7 @@ from cachemgr.retention.rule_book import Rule
 from cachemgr.sequences.holds import Pinned, with_ancestors
 from cachemgr.sequences.prefix_match import cached_chain, keys_of
 from cachemgr.sequences.registration import fits
-from cachemgr.slices import Steps, read_batches, write_batches
+from cachemgr.slices import Slices, read_batches, write_batches
 from cachemgr.state import pool_view
 from cachemgr.types import (
     AccountKey,
@@ -73,7 +73,7 @@ class OperatorCommands:
 
     # Blocks
 
-    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
+    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Slices[Purged]:
         """Drops blocks that are cached when the call begins and not in use, with their descendants.
 
         Matching stored blocks that are not restored yet are overwritten instead of restored.
@@ -89,7 +89,7 @@ class OperatorCommands:
                     executor.recovery.purge(stored_filter(executor, groups, selected))
         return purged
 
-    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
+    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Slices[Forgotten]:
         """Removes blocks from every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
         See `Forgetting` for sequences that are admitted meanwhile. Stored blocks that are not in the index again yet
@@ -107,18 +107,18 @@ class OperatorCommands:
             executors = self._state.check_prefix("prefix", target.prefix)
         forgetting = Forgetting(executors, target, self._state.events, self._state.executors)
         if validate_only:
-            return (yield from forgetting.steps(validate_only=True))
+            return (yield from forgetting.slices(validate_only=True))
         number = self._forgotten.begin(forgetting)
         for executor in executors:
             if executor.recovery is not None:
                 executor.recovery.forgotten.add(target)
-        receipt = yield from forgetting.steps(validate_only=False)
+        receipt = yield from forgetting.slices(validate_only=False)
         self._forgotten.end(number)
         return receipt
 
     # Pools
 
-    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[Resized]:
+    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Slices[Resized]:
         """Changes how many device blocks a pool may use, at once; the pool gives up free blocks in slices.
 
         Cached blocks are offloaded if allowed. If cached blocks come into use meanwhile, such as by a pin, the pool
@@ -158,7 +158,7 @@ class OperatorCommands:
             self._report(self._state.shares[pool_id])
             pool.set_total(total_blocks)
             executor.holds.degrade(degraded, now)
-            left = yield from pool.withhold_in_steps()
+            left = yield from pool.withhold_in_slices()
         return Resized(pool_view(pool), names, left)
 
     def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
@@ -180,7 +180,7 @@ class OperatorCommands:
 
     # Rules
 
-    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
+    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> Slices[tuple[RetentionRule, int]]:
         """Makes a rule, which applies at once; returns the rule and how many cached blocks it matches.
 
         Raises InvalidField, RuleExistsError.
@@ -196,7 +196,7 @@ class OperatorCommands:
 
     def update_rule(
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
-    ) -> Steps[tuple[RetentionRule, int, int]]:
+    ) -> Slices[tuple[RetentionRule, int, int]]:
         """Changes a rule at once, and its leases in slices.
 
         Returns the rule, the number of its changed leases, and the number of cached blocks that it matches.
@@ -219,7 +219,7 @@ class OperatorCommands:
         for part in write_batches(leased):
             for lease in part:
                 block = lease.block
-                # The executor may have been lost since the last step.
+                # The executor may have been lost since the last slice.
                 if block is None or lease.pool.is_lost:
                     continue
                 if request is None or (moved and block not in matching):
@@ -229,7 +229,7 @@ class OperatorCommands:
             yield
         return changed, len(leased), len(matching)
 
-    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
+    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> Slices[int]:
         """Deletes a rule at once, and its leases in slices; returns how many leases end with the rule.
 
         Raises UnknownRuleError, StaleRuleError.
@@ -247,7 +247,7 @@ class OperatorCommands:
             yield
         return len(leased)
 
-    def _matching(self, rule: Rule) -> Steps[set[Block]]:
+    def _matching(self, rule: Rule) -> Slices[set[Block]]:
         """Cached blocks that a rule matches."""
         match = rule.spec.match
         found: set[Block] = set()
@@ -276,7 +276,7 @@ class OperatorCommands:
 
     # Quotas
 
-    def set_quota(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
+    def set_quota(self, quota: Quota, *, validate_only: bool) -> Slices[Quota]:
         """Sets an account's quota at once; in slices, cached blocks begin to count against a new quota.
 
         Raises InvalidField, QuotaTooLargeError.
@@ -312,7 +312,7 @@ class OperatorCommands:
                         fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
                     )
 
-    def delete_quota(self, quota: Quota) -> Steps[None]:
+    def delete_quota(self, quota: Quota) -> Slices[None]:
         """Deletes an account's quota at once; in slices, cached blocks cease to count against it.
 
         Raises InvalidField, UnknownQuotaError.
@@ -405,7 +405,7 @@ class OperatorCommands:
         possible = -pool.device.num_ready <= shrink <= pool.device.free_for(None)
         return fits(pool, share) and possible and (memory is None or need <= memory)
 
-    def _change_accounts(self, keys: list[AccountKey]) -> Steps[None]:
+    def _change_accounts(self, keys: list[AccountKey]) -> Slices[None]:
         changing = [executor.change_accounts(keys) for executor in self._state.executors.values()]
         # All first slices run together; after them, no new block counts against an earlier quota.
         for change in changing:
@@ -415,7 +415,7 @@ class OperatorCommands:
             yield from change
 
 
-def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
+def _blocks_of_prefix(pool: BlockPool, packed: bytes) -> Slices[list[Block]]:
     """Cached blocks on the path of these tokens; the last tokens may match only the beginning of a block."""
     found: list[Block] = []
     nodes: list[Node] = list(pool.tree.tombstones.values())

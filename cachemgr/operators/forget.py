@@ -12,7 +12,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.prefix_tree import children_of
 from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
 from cachemgr.sequences.prefix_match import keys_of, partial_blocks
-from cachemgr.slices import Steps, read_batches, write_batches
+from cachemgr.slices import Slices, read_batches, write_batches
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope, Slot
 from protos.kvcommon.tokens import pack, packed_bytes
 
@@ -66,7 +66,7 @@ class Forgetting:
         elif self._matches_sequence(sequence):
             _leave_nothing(sequence)
 
-    def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
+    def slices(self, *, validate_only: bool) -> Slices[Forgotten]:
         """Removes blocks from the index. Free blocks are overwritten now, used blocks when they are released.
 
         With `validate_only`, only counts the blocks.
@@ -104,7 +104,7 @@ class Forgetting:
             for version in executor.scopes.weight_versions:
                 gone.update(keys_of(executor.spec, prefix, version))
 
-    def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
+    def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Slices[RemovalPlan]:
         plan, gone = RemovalPlan(), self._gone[executor.executor_id]
         # Keys that a full-attention group loses: a window's block with such a key can never match again.
         lost: set[bytes] = set()
@@ -123,7 +123,7 @@ class Forgetting:
 
     def _run_in_slices(
         self, executor: Executor, plan: RemovalPlan, holds: list[Hold], held: Counter[Block]
-    ) -> Steps[None]:
+    ) -> Slices[None]:
         if self.target.salt is None:
             live = self._registered.get(executor.executor_id, executor)
             for sequence in list(live.sequences.values()):
@@ -142,7 +142,7 @@ class Forgetting:
 
     def _find(
         self, executor: Executor, pool: BlockPool, keys: list[bytes], lost: set[bytes]
-    ) -> Steps[dict[Block, bytes]]:
+    ) -> Slices[dict[Block, bytes]]:
         """The blocks of a pool that the target matches, with their keys.
 
         lost: keys that full-attention groups lose.
@@ -174,8 +174,8 @@ class Forgetting:
 
     def _of_other_sessions(
         self, executor: Executor, pool: BlockPool, mine: dict[Block, bytes], lost: set[bytes]
-    ) -> Steps[set[Block]]:
-        """The session's blocks that other sessions use, or whose descendants they have stored.
+    ) -> Slices[set[Block]]:
+        """The session's blocks that other sessions use, or with descendants that other sessions have stored.
 
         A block whose key a full-attention group loses can never match again, and needs no ancestors.
         """
@@ -198,7 +198,7 @@ class Forgetting:
             yield
         return found
 
-    def _note_other_sessions(self, executor: Executor, pool: BlockPool) -> Steps[None]:
+    def _note_other_sessions(self, executor: Executor, pool: BlockPool) -> Slices[None]:
         """Notes the blocks that other sessions use."""
         session_id = self.target.session_id
         for hold in executor.holds:
@@ -252,7 +252,7 @@ class Forgetting:
             return False
         return block in self._used or any(not _stored(other.scope, self.target) for other in standing)
 
-    def _scrub(self) -> Steps[None]:
+    def _scrub(self) -> Slices[None]:
         indexes = [pool.tree.by_key for executor in self._executors for pool in executor.pools]
 
         def stays(key: bytes) -> bool:
@@ -260,7 +260,7 @@ class Forgetting:
 
         lost: set[bytes] = set()
         done: set[str] = set()
-        # A new executor may register between two steps.
+        # A new executor may register between two slices.
         while left := [executor_id for executor_id in self._gone if executor_id not in done]:
             for executor_id in left:
                 for part in read_batches(self._gone[executor_id]):
@@ -288,7 +288,7 @@ def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
     return target.session_id is not None and scope.session_id == target.session_id
 
 
-def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
+def _holds_of(executor: Executor, plan: RemovalPlan) -> Slices[list[Hold]]:
     """Holds that have some of these blocks. A hold may also keep blocks with equal keys in a group where they stay."""
     holds = []
     for hold in executor.holds:

@@ -20,7 +20,7 @@ from cachemgr.slices import pop_batches
 from cachemgr.types import PoolViolation
 from protos.kvcommon.block_keys import child_key
 
-# Yields contradictions, and None after each small step. The state must not change between steps.
+# Yields contradictions, and None after each small piece. The state must not change between the pieces.
 Part = Callable[[], Iterator[PoolViolation | None]]
 
 

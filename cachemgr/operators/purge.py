@@ -11,7 +11,7 @@ from cachemgr.operators.removal_plan import RemovalPlan
 from cachemgr.retention.priority import NO_PRIORITY, priority_or_default
 from cachemgr.sequences.clients import Executor
 from cachemgr.sequences.prefix_match import keys_of
-from cachemgr.slices import Steps, pop_batches, read_batches, write_batches
+from cachemgr.slices import Slices, pop_batches, read_batches, write_batches
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
@@ -67,7 +67,7 @@ def purge(
     *,
     validate_only: bool,
     skip_used: bool,
-) -> Steps[Purged]:
+) -> Slices[Purged]:
     """Drops matching blocks that are not in use, with their descendants; or only counts the blocks.
 
     Each pool comes with the only blocks to consider, None for all. Blocks that have since come into use or got a new
@@ -101,7 +101,7 @@ def purge(
 
 def _plan(
     pools: list[tuple[Executor, BlockPool, set[Block] | None]], selected: BlockFilter
-) -> Steps[tuple[list[RemovalPlan], int]]:
+) -> Slices[tuple[list[RemovalPlan], int]]:
     """The blocks to remove from each executor, and how many matching blocks stay."""
     indexed = [(executor, pool, list(pool.tree.by_key), among) for executor, pool, among in pools]
     plans = {executor: RemovalPlan() for executor, _, _, _ in indexed}
@@ -120,7 +120,7 @@ def _is_free(pool: BlockPool, block: Block) -> bool:
     return not block.refs and (pool.window is not None or block.children is None)
 
 
-def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
+def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Slices[None]:
     """Adds the windows' blocks whose keys full-attention groups lose."""
     for keys in read_batches(plan.of_full_attention()):
         for key in keys:
@@ -132,7 +132,7 @@ def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
 
 def _select(
     pool: BlockPool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
-) -> Steps[tuple[list[Block], int]]:
+) -> Slices[tuple[list[Block], int]]:
     """Returns matching blocks without their descendants, and how many matching blocks stay. Consumes `keys`."""
     meant: list[Block] = []
     # Blocks in use, which include sources and targets of copies; with full attention, also their ancestors.

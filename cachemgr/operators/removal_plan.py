@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.prefix_tree import children_of
-from cachemgr.slices import LOOKS, Steps
+from cachemgr.slices import LOOKS, Slices
 
 
 class RemovalPlan:
@@ -29,7 +29,7 @@ class RemovalPlan:
         keyed[block.key] = self._with(number, pool)
         return True
 
-    def add_all(self, pool: BlockPool, blocks: list[Block]) -> Steps[None]:
+    def add_all(self, pool: BlockPool, blocks: list[Block]) -> Slices[None]:
         """Adds the blocks that are still indexed; with full attention, also their descendants.
 
         Consumes the list.
@@ -78,10 +78,10 @@ class RemovalPlan:
                 yield key, self._holders[number]
 
 
-def with_descendants(blocks: Iterable[tuple[Block, bytes]]) -> Steps[dict[Block, bytes]]:
+def with_descendants(blocks: Iterable[tuple[Block, bytes]]) -> Slices[dict[Block, bytes]]:
     """Returns these blocks, each with its key, and their present descendants.
 
-    Between two steps, a block may leave the index and return with a different key.
+    Between two slices, a block may leave the index and return with a different key.
     """
     found: dict[Block, bytes] = {}
     at = 0

@@ -49,8 +49,8 @@ class SnapshotReader:
         """Notes that a block's leases have changed, so that the block is read again."""
         self._touched[pool_id, key] = None
 
-    def steps(self) -> Iterator[None]:
-        """Reads a slot per step. The cache may change between steps: call `catch_up` often, and after the last step."""
+    def slots(self) -> Iterator[None]:
+        """Reads a slot at a time. The cache may change in between: call `catch_up` often, and after the last slot."""
         for pool in [pool for executor in self._executors() for pool in executor.pools]:
             blocks, index = pool.blocks, 0
             while index < len(blocks):

@@ -242,7 +242,7 @@ class KeyIndex:
         """Reads the whole cache in place of events that are gone, unless more events are gone meanwhile."""
         with contextlib.closing(self._queries.snapshot()) as snapshot:
             try:
-                async for _ in sliced(snapshot.steps()):
+                async for _ in sliced(snapshot.slots()):
                     snapshot.catch_up()
             except EventsGoneError:
                 return

@@ -15,7 +15,7 @@ from cachemgr.operators.state_dump import hashed
 from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
-from cachemgr.slices import Steps, sliced, steady
+from cachemgr.slices import Slices, sliced, steady
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
 from protos.errors import InvalidField, ServiceError
@@ -219,7 +219,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         return receipt
 
     @long_mutation
-    def _ForgetBlocks(self, request: pb.ForgetBlocksRequest) -> Steps[pb.ForgetBlocksResponse]:
+    def _ForgetBlocks(self, request: pb.ForgetBlocksRequest) -> Slices[pb.ForgetBlocksResponse]:
         target = convert_admin.forget_target(request)
         forgotten = yield from self._manager.operators.forget(target, validate_only=request.validate_only)
         return convert_admin.forgotten(forgotten)
@@ -243,7 +243,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
+    def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Slices[pb.PurgeBlocksResponse]:
         selected = convert_admin.block_filter(request.filter)
         purged = yield from self._manager.operators.purge(
             selected, validate_only=request.validate_only, skip_used=request.skip_used
@@ -252,7 +252,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def UpdatePool(self, request: pb.UpdatePoolRequest) -> Steps[pb.UpdatePoolResponse]:
+    def UpdatePool(self, request: pb.UpdatePoolRequest) -> Slices[pb.UpdatePoolResponse]:
         for index, path in enumerate(_paths(request.update_mask)):
             if path != "total_blocks":
                 raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
@@ -266,7 +266,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest) -> Steps[pb.CreateRetentionRuleResponse]:
+    def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest) -> Slices[pb.CreateRetentionRuleResponse]:
         rule, matching = yield from self._manager.operators.create_rule(
             rule_of(request.rule), validate_only=request.validate_only
         )
@@ -274,7 +274,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest) -> Steps[pb.UpdateRetentionRuleResponse]:
+    def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest) -> Slices[pb.UpdateRetentionRuleResponse]:
         rule, leases, matching = yield from self._manager.operators.update_rule(
             rule_of(request.rule), _paths(request.update_mask), validate_only=request.validate_only
         )
@@ -282,7 +282,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest) -> Steps[pb.DeleteRetentionRuleResponse]:
+    def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest) -> Slices[pb.DeleteRetentionRuleResponse]:
         ended = yield from self._manager.operators.delete_rule(
             request.name, request.etag, validate_only=request.validate_only
         )
@@ -290,7 +290,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def SetQuota(self, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
+    def SetQuota(self, request: pb.SetQuotaRequest) -> Slices[pb.SetQuotaResponse]:
         quota = yield from self._manager.operators.set_quota(
             quota_of(request.quota), validate_only=request.validate_only
         )
@@ -298,7 +298,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     @kept
     @long_mutation
-    def DeleteQuota(self, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
+    def DeleteQuota(self, request: pb.DeleteQuotaRequest) -> Slices[pb.DeleteQuotaResponse]:
         yield from self._manager.operators.delete_quota(convert_admin.account(request))
         return pb.DeleteQuotaResponse()
 

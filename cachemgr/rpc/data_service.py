@@ -9,7 +9,7 @@ from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.mutations import ServiceContext, logged, long_mutation, mutation
 from cachemgr.sequences.registration import check_spec
-from cachemgr.slices import SLICE_SECONDS, Steps
+from cachemgr.slices import SLICE_SECONDS, Slices
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -114,7 +114,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         )
 
     @long_mutation
-    def UpdateWeights(self, request: pb.UpdateWeightsRequest) -> Steps[pb.UpdateWeightsResponse]:
+    def UpdateWeights(self, request: pb.UpdateWeightsRequest) -> Slices[pb.UpdateWeightsResponse]:
         others = yield from self._manager.update_weights(
             request.executor_id, request.executor_epoch, request.weight_version
         )

@@ -156,7 +156,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
                 number = message.last_event_number
         else:
             with contextlib.closing(queries.snapshot()) as snapshot:
-                async for _ in sliced(snapshot.steps()):
+                async for _ in sliced(snapshot.slots()):
                     snapshot.catch_up()
             number = snapshot.number
             async for events in sliced(snapshot.events()):

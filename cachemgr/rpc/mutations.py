@@ -22,7 +22,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.persistence.records import quota_of, rule_of, share_of
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.slices import SLICE_SECONDS, Steps
+from cachemgr.slices import SLICE_SECONDS, Slices
 from cachemgr.types import PinRecord, Restored
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -44,7 +44,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 class ManagerClock:
-    """The manager's time. The time is constant within a call, or a step of a call, and is the time in the log."""
+    """The manager's time. The time is constant within a call, or a slice of a call, and is the time in the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -95,8 +95,8 @@ class Mutations:
         self._clock = clock
         self._log = log
         self._expired_at = clock.now
-        # The call that is carried out in steps, with its method; its answer follows the last step.
-        self._long_call: tuple[str, Steps[Any]] | None = None
+        # The call that is carried out in slices, with its method; its answer follows the last slice.
+        self._long_call: tuple[str, Slices[Any]] | None = None
         self.answer: Any = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -109,12 +109,12 @@ class Mutations:
         self._note(method, request, later=later)
         return self._whole(method, call)
 
-    async def run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
+    async def run_in_slices(self, method: str, request: Message, slices: Callable[[], Slices[Answer]]) -> Answer:
         """Carries out a call that may touch very many blocks, while other calls are answered. One such call at a time.
 
         It continues even if its caller disconnects.
         """
-        task = asyncio.create_task(self._run_in_slices(method, request, steps))
+        task = asyncio.create_task(self._run_in_slices(method, request, slices))
         self._tasks.add(task)
         task.add_done_callback(self._has_ended)
         return await asyncio.shield(task)
@@ -125,9 +125,9 @@ class Mutations:
             # Retrieved here in case the caller has disconnected.
             task.exception()
 
-    async def _run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
+    async def _run_in_slices(self, method: str, request: Message, slices: Callable[[], Slices[Answer]]) -> Answer:
         async with self._one_at_a_time:
-            self.begin(method, request, steps)
+            self.begin(method, request, slices)
             end = perf_counter() + SLICE_SECONDS
             while not self.go_on():
                 if perf_counter() >= end:
@@ -136,21 +136,21 @@ class Mutations:
             answer: Answer = self.answer
             return answer
 
-    def begin(self, method: str, request: Message, steps: Callable[[], Steps[Any]]) -> None:
-        """Begins a call whose steps `go_on` takes; no other such call may be running."""
+    def begin(self, method: str, request: Message, slices: Callable[[], Slices[Any]]) -> None:
+        """Begins a call whose slices `go_on` takes; no other such call may be running."""
         self._note(method, request)
-        self._long_call = method, steps()
+        self._long_call = method, slices()
         self.answer = None
 
     def go_on(self) -> bool:
-        """Takes a step of the running call; returns whether no step is left. Raises what the call raises."""
+        """Takes a slice of the running call; returns whether no slice is left. Raises what the call raises."""
         self._note(CONTINUE)
         if self._long_call is None:
             return True
-        method, steps = self._long_call
+        method, slices = self._long_call
         ended = False
         try:
-            ended = self._whole(method, lambda: self._step(steps))
+            ended = self._whole(method, lambda: self._take_slice(slices))
         except BaseException:
             ended = True
             raise
@@ -159,11 +159,11 @@ class Mutations:
                 self._long_call = None
         return ended
 
-    def _step(self, steps: Steps[Any]) -> bool:
-        if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
+    def _take_slice(self, slices: Slices[Any]) -> bool:
+        if inspect.getgeneratorstate(slices) == inspect.GEN_SUSPENDED:
             self.manager.go_on()
         try:
-            next(steps)
+            next(slices)
         except StopIteration as ended:
             self.answer = ended.value
             return True
@@ -304,8 +304,8 @@ def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, A
     return cast("Method[Request, Answer]", call)
 
 
-def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Method[Request, Answer]:
-    """Makes a service method that changes the manager in steps, as it may touch very many blocks."""
+def long_mutation(handler: Callable[[Service, Request], Slices[Answer]]) -> Method[Request, Answer]:
+    """Makes a service method that changes the manager in slices, as it may touch very many blocks."""
     name = handler.__name__.lstrip("_")
 
     @functools.wraps(handler)

@@ -260,7 +260,7 @@ class ZmqEvents:
         """
         with contextlib.closing(self._queries.snapshot()) as snapshot:
             try:
-                async for _ in sliced(snapshot.steps()):
+                async for _ in sliced(snapshot.slots()):
                     snapshot.catch_up()
             except EventsGoneError:
                 return number

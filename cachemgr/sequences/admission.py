@@ -178,7 +178,7 @@ class GroupPlan:
         self.pool.device.accounts.check_ceiling(account, own + self.new_blocks)
 
 
-class Plan:
+class AdmissionPlan:
     """The decision about an admission: a preview reports the plan, and `claim` carries out the same plan.
 
     Making a plan changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` more.
@@ -245,7 +245,9 @@ def new_sequence(
     return sequence
 
 
-def plan_admission(request: AdmitRequest, sequence: Sequence, config: ManagerConfig, max_new_tokens: int = 0) -> Plan:
+def plan_admission(
+    request: AdmitRequest, sequence: Sequence, config: ManagerConfig, max_new_tokens: int = 0
+) -> AdmissionPlan:
     """Plans the cached blocks that the sequence uses, and the blocks that it allocates; changes nothing.
 
     Raises SequenceTooLongError if the pool can never hold the sequence, or its quota never allows it.
@@ -258,19 +260,19 @@ def plan_admission(request: AdmitRequest, sequence: Sequence, config: ManagerCon
     return plan
 
 
-def _best_plan(sequence: Sequence, lowest: TierKind | None, config: ManagerConfig) -> Plan:
+def _best_plan(sequence: Sequence, lowest: TierKind | None, config: ManagerConfig) -> AdmissionPlan:
     needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
     # Only until the first sync: full capacity ahead for each new sequence would leave no block for the next.
     ahead = _blocks_ahead(sequence, config) - needed
     if lowest is None:
-        return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, config)
+        return AdmissionPlan(sequence, prefix_match.no_match(sequence), needed, ahead, config)
     ways = [Partial.TAKE_OVER, Partial.NONE] if config.partial_reuse else [Partial.NONE]
     if config.copy_on_partial_reuse:
         ways.insert(0, Partial.COPY if config.partial_reuse else Partial.EXACT)
     matcher = prefix_match.PrefixMatcher(sequence, lowest)
     for way in ways:
         # A copy needs a source and a target block. Without free blocks for both, the source itself is used.
-        plan = Plan(sequence, matcher.longest(way), needed, ahead, config)
+        plan = AdmissionPlan(sequence, matcher.longest(way), needed, ahead, config)
         if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
             break
     return plan
@@ -283,7 +285,7 @@ def _blocks_ahead(sequence: Sequence, config: ManagerConfig) -> int:
 
 
 def claim(
-    request: AdmitRequest, sequence: Sequence, plan: Plan, number: int, config: ManagerConfig, now: float
+    request: AdmitRequest, sequence: Sequence, plan: AdmissionPlan, number: int, config: ManagerConfig, now: float
 ) -> Admission:
     """Gives the sequence its number and the blocks of a plan that misses none; returns the answer."""
     executor, match, num_tokens = sequence.executor, plan.match, len(sequence.tokens)
@@ -318,7 +320,7 @@ def claim(
     )
 
 
-def _claim_blocks(sequence: Sequence, plan: Plan) -> None:
+def _claim_blocks(sequence: Sequence, plan: AdmissionPlan) -> None:
     size, match = sequence.block_size, plan.match
     for table, blocks in zip(sequence.tables, match.blocks, strict=True):
         for block_index, block in enumerate(blocks):

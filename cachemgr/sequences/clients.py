@@ -9,7 +9,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from cachemgr.slices import Steps, read_batches
+from cachemgr.slices import Slices, read_batches
 from cachemgr.types import AccountKey, ExecutorSpec, GhostReport, Restored, SyncAnswer
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ class Executor:
         device = sum(pool.device.indexed for pool in self.pools)
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
-    def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
+    def change_accounts(self, changed: Iterable[AccountKey]) -> Slices[None]:
         """Counts the blocks of these accounts against their new quotas, after quotas were added or deleted.
 
-        Until its step, a block counts against the earlier quota; new blocks count against the new quota.
+        Until the slice of a block, the block counts against the earlier quota; new blocks count against the new quota.
         """
         scopes = self.scopes.outdated(changed)
         if not scopes:

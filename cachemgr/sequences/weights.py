@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.retention.priority import OTHER_WEIGHTS, WEIGHTS
-from cachemgr.slices import Steps, write_batches
+from cachemgr.slices import Slices, write_batches
 from cachemgr.types import RemovalCause
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cachemgr.sequences.clients import Executor
 
 
-def reorder_blocks(executor: Executor, leases: LeaseBook) -> Steps[int]:
+def reorder_blocks(executor: Executor, leases: LeaseBook) -> Slices[int]:
     """Has blocks of outdated weights evicted first, and restores the normal order for blocks of the current weights.
 
     Returns the number of blocks of outdated weights.

@@ -99,9 +99,9 @@ class DraftModel:
         self._of(sequence).append(token_ids)
 
     def keep_up(self, sequences: Sequence[SequenceState], claim: Claim) -> None:
-        """Computes what the other model has computed of these sequences once a block is full, since it may be shared.
+        """Computes the draft model's K and V of each block that has become full: other sequences may share the block.
 
-        claim: called before slots are written. Blocks of skipped output were full before, and may be read by a copy.
+        claim: called before slots are written. A copy may read the blocks of skipped output, which were full before.
         """
         size, lagging, ends = self.pools.block_size, [], []
         for sequence in sequences:

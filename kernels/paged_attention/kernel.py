@@ -136,8 +136,8 @@ def share_out_kernel(
     sequence = tl.arange(0, SEQUENCES_PADDED)
     inside = sequence < sequences
     start = tl.load(query_start_ptr + sequence, mask=inside, other=0)
-    behind = tl.load(query_start_ptr + sequence + 1, mask=inside, other=0)
-    keys = tl.load(seq_lens_ptr + sequence, mask=inside & (behind > start), other=0)
+    end = tl.load(query_start_ptr + sequence + 1, mask=inside, other=0)
+    keys = tl.load(seq_lens_ptr + sequence, mask=inside & (end > start), other=0)
     keys = tl.where(window > 0, tl.minimum(keys, window), keys)
     few = tl.minimum(tl.cdiv(keys, LEAST_KEYS), splits)
     most = MOST_KEYS

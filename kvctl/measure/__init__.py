@@ -1,1 +1,1 @@
-"""Metrics, rates and limits of a running stack."""
+"""Metrics and rates of a running stack."""

@@ -37,13 +37,13 @@ class Audit:
         self._timer: asyncio.TimerHandle | None = None
         self._written: dict[tuple[Identity | None, str], float] = {}
 
-    def was_written(self, identity: Identity | None, method: str) -> bool:
-        """Whether a repeated read of this token was written recently; if not, it counts as written now."""
+    def note_read(self, identity: Identity | None, method: str) -> bool:
+        """Notes a repeated read of this token that is to be written; returns False if one was written recently."""
         key, now = (identity, method), time.monotonic()
         if now - self._written.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
-            return True
+            return False
         self._written[key] = now
-        return False
+        return True
 
     def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:
         """Logs that an operator's call has ended, or that a stream has begun."""

@@ -208,7 +208,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             peer = f"{peer} for {viewer}"
         # A console never asks for prompts; every call that does has a line.
         polled = viewer and is_reading(method) and not getattr(request, "include_token_ids", False)
-        if self._guard.audits(method) and not (polled and audit.was_written(identity, method)):
+        if self._guard.audits(method) and not (polled and not audit.note_read(identity, method)):
             return functools.partial(audit.called, identity, method, peer, request)
 
         def refused(outcome: str) -> None:

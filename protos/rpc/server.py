@@ -30,8 +30,8 @@ HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 # The limit on concurrent calls on one connection.
 MAX_CALLS = 16_384
-# One listener may have at most one connection per this many files that the process may open, since other listeners
-# need some, too. For a moment, there may be twice as many.
+# The limit on connections of one listener is the process's limit on open files, divided by this number: other listeners
+# need files, too. For a moment, there may be twice as many connections.
 SHARE_OF_FILES = 8
 # The limit on streams of one method on one listener that wait for events. Other calls keep half of the connections.
 MAX_WATCHES = 1024

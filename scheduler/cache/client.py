@@ -324,7 +324,8 @@ class CacheClient:
             )
             self._listener.admitted(attempt, admission)
         else:
-            # The request has ended during the call. Sequences that share its blocks must see its admission and its end.
+            # The request has ended during the call. The step loop must know its admission and its end all the same:
+            # other sequences may share its blocks.
             self._commands.put(Cancel(attempt.request.arrival))
 
     async def _fork(self, attempt: AdmissionAttempt) -> pb.AdmitSequenceResponse | None:

@@ -8,7 +8,7 @@ from protos.execution.v1 import execution_pb2
 from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer, TokenMeta
 from scheduler.core.executor_loss import Suspects, blame, next_attempt
 from scheduler.core.onloading import CopyTracker
-from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
+from scheduler.core.planner import StepPlan, choose_victim, plan_step, trimmable
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import InFlightStep
 from scheduler.errors import ExecutorLostError
@@ -157,7 +157,7 @@ class RunningBatch:
                     # Its blocks will be free soon: no sequence is preempted before then.
                     self._pending_reclaims.add(handle)
 
-    def plan(self, max_tokens: int, budget: PrefillBudget | None = None) -> Plan:
+    def plan(self, max_tokens: int, budget: PrefillBudget | None = None) -> StepPlan:
         """Plans the next step, of at most `max_tokens` tokens; reclaims blocks for sequences that have none left."""
         for sequence, eviction in self._evicting.values():
             if sequence.leave_reason is None and sequence.evict_tokens():
@@ -178,7 +178,7 @@ class RunningBatch:
             self._plan_evictions(plan)
         return plan
 
-    def _plan_evictions(self, plan: Plan) -> None:
+    def _plan_evictions(self, plan: StepPlan) -> None:
         for sequence, count in plan.compute:
             eviction = sequence.eviction
             if eviction is None:
@@ -191,7 +191,7 @@ class RunningBatch:
             if eviction.policy.looks(planned - sequence.evicted, planned, eviction.prompt):
                 plan.looking.append(sequence)
 
-    def _reclaim_blocks(self, plan: Plan) -> bool:
+    def _reclaim_blocks(self, plan: StepPlan) -> bool:
         """Trims sequences with spare blocks and, if that was not enough, preempts one; returns whether it preempted."""
         for sequence in plan.out_of_blocks:
             self.cache_update.starving[sequence.handle] = sequence.computed
@@ -212,7 +212,7 @@ class RunningBatch:
         self.leave(victim, LeaveReason.PREEMPTED)
         return True
 
-    def commit(self, step: InFlightStep, result: execution_pb2.StepResult, now: float = 0.0) -> None:
+    def apply_result(self, step: InFlightStep, result: execution_pb2.StepResult, now: float = 0.0) -> None:
         """Applies the answer to a step, at `now` in seconds of the monotonic clock.
 
         Raises ExecutorLostError when the answer does not match the step.
@@ -245,7 +245,7 @@ class RunningBatch:
         for scored in result.prompt_logprobs:
             if (found := self._by_handle.get(scored.sequence)) is not None:
                 self.updates.prompt_logprobs.append((found.request.arrival, scored.logprobs))
-        self._commit_tokens(sampling, result, now)
+        self._apply_tokens(sampling, result, now)
         self._detach_leaving()
 
     def _commit_drafts(self, step: InFlightStep, result: execution_pb2.StepResult) -> int:
@@ -274,7 +274,7 @@ class RunningBatch:
                     sequence.drafts = wanted.get(sequence.handle, 0)
         return accepted
 
-    def _commit_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
+    def _apply_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
         logprobs = {entry.index: entry for entry in result.logprobs}
         outputs, failed = self.updates.outputs, set(result.failed_sequences)
         columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)

@@ -24,7 +24,7 @@ from scheduler.bridge import (
 )
 from scheduler.core.batch import RunningBatch
 from scheduler.core.executor_client import ExecutorClient
-from scheduler.core.planner import Plan
+from scheduler.core.planner import StepPlan
 from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.errors import ExecutorLostError
@@ -151,7 +151,7 @@ class StepLoop:
             self._batch.cache_update.all_given_up = True
             self._giving_up = False
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> StepPlan | None:
         """Plans the next step; None if enough steps are in flight, or there is nothing to compute, copy or end."""
         if self._batch.copies.onloading:
             self._batch.restart_late(time.monotonic())
@@ -184,7 +184,7 @@ class StepLoop:
             return False
         return sum(self._budget.seconds(len(step.decodes), step.prefill_tokens) for step in ahead) < AHEAD_SECONDS
 
-    def _send(self, plan: Plan) -> None:
+    def _send(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         copies = self._batch.copies
         self._batch.updates.started.extend(s.request.arrival for s, _ in plan.prefills if not s.started)
@@ -223,7 +223,7 @@ class StepLoop:
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
         self._in_flight.popleft()
         onloaded = bool(self._batch.copies.waiting) and len(result.copied_tickets) > 0
-        self._batch.commit(step, result, time.monotonic())
+        self._batch.apply_result(step, result, time.monotonic())
         # After a stop there may be no token to compute, which says nothing about the time of decodes.
         if result.num_drafts:
             self._budget.note_drafts()

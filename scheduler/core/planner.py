@@ -11,7 +11,7 @@ SCORED_CHUNK = 128
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step."""
 
     # Sequences that compute one token and sample the next; the step's message does not name them.
@@ -49,7 +49,7 @@ class Plan:
 
 def plan_step(
     sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None = None, max_prefills: int | None = None
-) -> Plan:
+) -> StepPlan:
     """Plans one step of at most `max_tokens` tokens over sequences in order of rank; ignores those that leave.
 
     Decodes come first, then chunks of at most `max_prefills` prefills in the given order, within the `budget`. A step
@@ -57,7 +57,7 @@ def plan_step(
     sequence waiting for another's blocks starts once the other's planned tokens, including this step's, cover them. A
     sequence with onloads starts once all have ended.
     """
-    plan = Plan()
+    plan = StepPlan()
     prefilling: list[Sequence] = []
     drafting: list[Sequence] = []
     for sequence in sequences:
@@ -92,7 +92,7 @@ def plan_step(
 class _Prefills:
     """Adds prefills to a plan that already has its decodes."""
 
-    def __init__(self, plan: Plan, sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None) -> None:
+    def __init__(self, plan: StepPlan, sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None) -> None:
         self._plan = plan
         self._budget = budget
         self._left = max_tokens - len(plan.decodes)

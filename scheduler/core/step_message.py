@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.core.planner import Plan
+from scheduler.core.planner import StepPlan
 from scheduler.request import Tier
 from scheduler.sequence import Copy, Eviction, Sequence
 
@@ -45,7 +45,7 @@ class InFlightStep:
 
 
 def build_step(
-    number: int, plan: Plan, removed: list[int], copies: Seq[Copy] = (), *, awaits_copies: bool = False
+    number: int, plan: StepPlan, removed: list[int], copies: Seq[Copy] = (), *, awaits_copies: bool = False
 ) -> tuple[pb.Step, InFlightStep]:
     """Builds the message of a step; advances the planned lengths of its sequences.
 

@@ -68,7 +68,7 @@ class EngineService(rpc.EngineServiceServicer):
         self, commands: AsyncIterator[pb.StreamRequestsRequest], context: Context
     ) -> None:
         """Writes to the context instead of yielding: a session reads and writes at the same time."""
-        await Session(self._source.requests, self._access_log, context).run(commands)
+        await PeerRequests(self._source.requests, self._access_log, context).run(commands)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Running:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Session:
+class PeerRequests:
     """The requests of one router or front end. Each has a task; one more task writes all output."""
 
     def __init__(self, requests: RequestTable, access_log: AccessLog | None, context: Peer) -> None:

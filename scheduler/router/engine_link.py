@@ -54,7 +54,7 @@ async def describe(address: str, security: Security) -> pb.GetEngineResponse:
 
 
 class EngineLink:
-    """An engine at an address. Its figures come from its last message and from what it was given since."""
+    """An engine at an address. Figures follow from the last message of the engine, and from the requests sent since."""
 
     def __init__(self, address: str, security: Security, first: pb.GetEngineResponse) -> None:
         """first: the engine whose model all engines serve."""
@@ -77,7 +77,7 @@ class EngineLink:
         self.rates = Rates()
         # Since the link was made: samples sent, their prompt tokens, and how many of these were expected to be cached.
         self.routed_requests = self.routed_tokens = self.expected_tokens = 0
-        # When it last got a prompt of which it had nothing cached, in seconds of the monotonic clock.
+        # When the engine last got a prompt without any cached token, in seconds of the monotonic clock.
         self.cold_at = 0.0
         self._security = security
         self._loads_at = self._measured_at = 0.0

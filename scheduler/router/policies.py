@@ -64,7 +64,7 @@ class LeastLoad:
         return min(candidates, key=_load)
 
 
-class Session:
+class SessionAffinity:
     """Chooses one engine for all requests of a session, by a hash that moves few sessions when engines come or go.
 
     Source: Thaler and Ravishankar, "A name-based mapping scheme for rendezvous" (1996). Requests without a session
@@ -158,7 +158,7 @@ def _load(candidate: Candidate) -> tuple[int, float, float]:
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "cost": Cost,
     "prefix": Prefix,
-    "session": Session,
+    "session": SessionAffinity,
     "least-load": LeastLoad,
     "round-robin": RoundRobin,
 }

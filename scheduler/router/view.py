@@ -56,7 +56,7 @@ class KnownExecutor:
 
 
 @dataclass(slots=True)
-class Generation:
+class ShardView:
     """What one cache manager's events have told since a snapshot: its executors by id."""
 
     shard: str
@@ -129,15 +129,15 @@ class _After(dict[int, int]):
 class CacheView:
     """Blocks by the low 64 bits of their keys, with a mask of the lanes that have them.
 
-    A lane is an executor in one generation. The lanes of a generation are read from when it is shown until it is
-    dropped: their bits are then cleared in slices, and afterwards the lanes are reused.
+    A lane is an executor in one shard's view. The lanes of a shard's view are read from when that view is shown until
+    the view is dropped: their bits are then cleared in slices, and afterwards the lanes are reused.
     """
 
     def __init__(self) -> None:
         # The number of each block's mask.
         self._table = KeyTable()
         self._masks = _Masks()
-        self._shown: dict[str, Generation] = {}
+        self._shown: dict[str, ShardView] = {}
         self._num_lanes = 0
         self._free_lanes: list[int] = []
         # Lanes that have yet to be cleared.
@@ -150,15 +150,15 @@ class CacheView:
     def executors(self) -> Mapping[Owner, KnownExecutor]:
         """All executors of complete views."""
         return {
-            Owner(generation.shard, executor_id): executor
-            for generation in self._shown.values()
-            for executor_id, executor in generation.executors.items()
+            Owner(shard_view.shard, executor_id): executor
+            for shard_view in self._shown.values()
+            for executor_id, executor in shard_view.executors.items()
         }
 
     def find(self, owner: Owner) -> KnownExecutor | None:
         """Returns an executor if its blocks are known, otherwise None."""
-        generation = self._shown.get(owner.shard)
-        return None if generation is None else generation.executors.get(owner.executor_id)
+        shard_view = self._shown.get(owner.shard)
+        return None if shard_view is None else shard_view.executors.get(owner.executor_id)
 
     def match(self, owners: Iterable[Owner], keys: array[int]) -> dict[Owner, Match]:
         """Returns each executor's leading blocks of a prompt, by their tiers; omits executors without any.
@@ -193,34 +193,34 @@ class CacheView:
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").reshape(len(numbers), -1, _WIDTH)
         return bits[:, :, 0] + 2 * bits[:, :, 1]
 
-    def show(self, generation: Generation) -> None:
-        """Shows a complete generation, which replaces the previous generation of its cache manager."""
-        before = self._shown.get(generation.shard)
-        self._shown[generation.shard] = generation
-        if before is not None and before is not generation:
+    def show(self, shard_view: ShardView) -> None:
+        """Shows a shard's complete view, which replaces the previous view of the shard."""
+        before = self._shown.get(shard_view.shard)
+        self._shown[shard_view.shard] = shard_view
+        if before is not None and before is not shard_view:
             self.drop(before)
 
-    def drop(self, generation: Generation) -> None:
-        """Drops a generation, which no longer counts."""
-        if self._shown.get(generation.shard) is generation:
-            del self._shown[generation.shard]
-        for executor_id in list(generation.executors):
-            self._lose(generation, executor_id)
+    def drop(self, shard_view: ShardView) -> None:
+        """Drops a shard's view, which no longer counts."""
+        if self._shown.get(shard_view.shard) is shard_view:
+            del self._shown[shard_view.shard]
+        for executor_id in list(shard_view.executors):
+            self._lose(shard_view, executor_id)
 
-    def apply(self, generation: Generation, changes: Iterable[pb.CacheChange]) -> None:
+    def apply(self, shard_view: ShardView, changes: Iterable[pb.CacheChange]) -> None:
         """Applies the changes that a cache manager has sent."""
         for change in changes:
             match change.WhichOneof("change"):
                 case "blocks":
-                    lane = generation.lane(change.blocks.pool_id)
+                    lane = shard_view.lane(change.blocks.pool_id)
                     if lane is not None:
                         self._set(lane, change.blocks.tier, change.blocks.keys)
                 case "registered":
-                    self._register(generation, change.registered)
+                    self._register(shard_view, change.registered)
                 case "lost":
-                    self._lose(generation, change.lost.executor_id)
+                    self._lose(shard_view, change.lost.executor_id)
 
-    def _register(self, generation: Generation, executor: pb.Executor) -> None:
+    def _register(self, shard_view: ShardView, executor: pb.Executor) -> None:
         """Registers an executor. A new epoch keeps its lane: lost blocks are reported one by one."""
         if not executor.pools:
             return
@@ -228,18 +228,18 @@ class CacheView:
         space = KeySpace(executor.model_fingerprint, executor.block_size, executor.weight_version)
         pool = min(executor.pools, key=lambda pool: (pool.HasField("attention_window"), pool.group))
         pool_id = f"{name}/{pool.group}"
-        before = generation.executors.get(name)
+        before = shard_view.executors.get(name)
         # Blocks of other weights stay: they match again once those weights are back.
         is_same = before is not None and before.space._replace(weight_version=space.weight_version) == space
         if before is not None and is_same and before.pool_id == pool_id:
             lane = before.lane
         else:
-            self._lose(generation, name)
+            self._lose(shard_view, name)
             lane = self._new_lane()
-        generation.executors[name] = KnownExecutor(space, pool_id, lane)
+        shard_view.executors[name] = KnownExecutor(space, pool_id, lane)
 
-    def _lose(self, generation: Generation, executor_id: str) -> None:
-        executor = generation.executors.pop(executor_id, None)
+    def _lose(self, shard_view: ShardView, executor_id: str) -> None:
+        executor = shard_view.executors.pop(executor_id, None)
         if executor is not None:
             self._dropped.add(executor.lane)
 
@@ -278,8 +278,8 @@ class ViewFeed:
         self._view = view
         self._address = address
         self._security = security
-        # The complete generation, and the number of its last event.
-        self._generation: Generation | None = None
+        # The shard's complete view, and the number of its last event.
+        self._shard_view: ShardView | None = None
         self._number = self._manager_epoch = 0
 
     async def run(self) -> None:
@@ -287,8 +287,8 @@ class ViewFeed:
         try:
             await self._run()
         finally:
-            if self._generation is not None:
-                self._view.drop(self._generation)
+            if self._shard_view is not None:
+                self._view.drop(self._shard_view)
 
     async def _run(self) -> None:
         said = ""
@@ -301,7 +301,7 @@ class ViewFeed:
                 except grpc.aio.AioRpcError as error:
                     cause = str(from_rpc_error(error))
                     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
-                        # The generation may be wrong now, but stays visible until a snapshot is complete.
+                        # The shard's view may be wrong now, but stays visible until a snapshot is complete.
                         self._number = self._manager_epoch = 0
                 if cause != said:
                     log.info("following a cache manager again", address=self._address, cause=cause)
@@ -310,22 +310,22 @@ class ViewFeed:
 
     async def _follow(self, stub: rpc.CacheEventServiceAsyncStub) -> None:
         request = pb.WatchEventsRequest(keys_only=True)
-        generation = self._generation
-        if generation is None or not self._manager_epoch:
-            generation = Generation(self._address)
+        shard_view = self._shard_view
+        if shard_view is None or not self._manager_epoch:
+            shard_view = ShardView(self._address)
         else:
             request.after_event_number, request.manager_epoch = self._number, self._manager_epoch
         try:
             # No deadline: the stream lasts as long as both processes.
             async for message in stub.WatchEvents(request):
-                self._view.apply(generation, message.changes)
+                self._view.apply(shard_view, message.changes)
                 if message.snapshot and not message.snapshot_end:
                     continue
                 self._number, self._manager_epoch = message.last_event_number, message.manager_epoch
-                if generation is not self._generation:
-                    self._generation = generation
-                    self._view.show(generation)
-                    log.info("view complete", address=self._address, executors=len(generation.executors))
+                if shard_view is not self._shard_view:
+                    self._shard_view = shard_view
+                    self._view.show(shard_view)
+                    log.info("view complete", address=self._address, executors=len(shard_view.executors))
         finally:
-            if generation is not self._generation:
-                self._view.drop(generation)
+            if shard_view is not self._shard_view:
+                self._view.drop(shard_view)

@@ -22,7 +22,7 @@ from cachemgr.queries import Queries
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
 from cachemgr.sequences.holds import Holds
-from cachemgr.slices import Steps
+from cachemgr.slices import Slices
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -344,7 +344,7 @@ class World:
         self.step_number = 0
         # Tickets of copies, and whether the copy has succeeded.
         self.done: dict[int, bool] = {}
-        # Steps that wrote to slots of the device, by slot, without the manager's knowledge.
+        # Slices that wrote to slots of the device, by slot, without the manager's knowledge.
         self.untold: dict[tuple[int, int], int] = {}
         self.journal = Journal(self.executor_id)
         self.watcher = Watcher()
@@ -446,7 +446,7 @@ class World:
         self.steps_manager_epoch = self.manager.epoch
         return restored
 
-    def update_weights(self, weight_version: str) -> Steps[int]:
+    def update_weights(self, weight_version: str) -> Slices[int]:
         """The executor computes with other weights; the scheduler has all its sequences computed anew."""
         for live in list(self.live.values()):
             self.leave(live)
@@ -664,7 +664,7 @@ class World:
         at = block.group, block.slot
         return block.tier is TierKind.DEVICE and self.device.written.get(at, 0) == self.untold.get(at)
 
-    # Steps
+    # Slices
 
     def may_start(self, live: Live, planned: dict[int, int]) -> bool:
         if live.started or not live.wait_for:

@@ -25,7 +25,7 @@ import ray_member
 from ray._private.utils import get_ray_address_file  # type: ignore[attr-defined]
 from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
-from ray_member import Member, Plan, Status
+from ray_member import FleetPlan, Member, Status
 
 from bench.stub_executor import StubSettings
 from protos.rpc.settings import load
@@ -82,7 +82,7 @@ class StubMember(Member):
 
     module = STUB
 
-    def __init__(self, name: str, plan: Plan) -> None:
+    def __init__(self, name: str, plan: FleetPlan) -> None:
         # This runs in the process of the actor.
         settings_from = partial(load, StubSettings)
         kind = layout._KINDS["executor"]._replace(module=self.module, load=settings_from)
@@ -124,7 +124,7 @@ class RayFleet:
         for host in HOSTS:
             self.add(host)
         own = {"state_dir": folder, "redis_url": self.redis.url, "executor_host_cache_dir": folder / "host", **settings}
-        self.plan = Plan(
+        self.plan = FleetPlan(
             {f"KVKEEP_{name.upper()}": str(value) for name, value in own.items()},
             shards=shards,
             cpus=1,

@@ -18,22 +18,29 @@ _ROOT = os.environ["TRACED_ROOT"] + os.sep
 _PRODUCTS = tuple(f"{_ROOT}{name}{os.sep}" for name in ("cachemgr", "scheduler", "executor", "protos", "kernels"))
 _CAN_WAIT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-# Calls: nanoseconds of the monotonic clock, thread, depth of the stack, file in the checkout, function.
-_calls: list[tuple[int, int, int, str, str]] | None = None
+# Calls: nanoseconds of the monotonic clock, index of the call of the product that called, -1 for none, file in the
+# checkout, function.
+_calls: list[tuple[int, int, str, str]] | None = None
+# The index of each call by the id of its frame. An id that is used again is that of a later call.
+_indices: dict[int, int] = {}
+_lock = threading.Lock()
 
 
 def _note(frame: FrameType, event: str, _argument: object) -> None:
-    code = frame.f_code
-    if event != "call" or _calls is None or not code.co_filename.startswith(_PRODUCTS):
+    code, calls = frame.f_code, _calls
+    if event != "call" or calls is None or not code.co_filename.startswith(_PRODUCTS):
         return
     # The argument of RESUME is 0 at the start of a function, and more if a coroutine continues.
     if code.co_flags & _CAN_WAIT and code.co_code[frame.f_lasti + 1] & 3:
         return
-    depth, outer = 0, frame.f_back
-    while outer is not None:
-        depth, outer = depth + 1, outer.f_back
-    file = code.co_filename.removeprefix(_ROOT)
-    _calls.append((time.monotonic_ns(), threading.get_ident(), depth, file, code.co_qualname))
+    outer = frame.f_back
+    while outer is not None and not (outer.f_code.co_filename.startswith(_PRODUCTS) and id(outer) in _indices):
+        outer = outer.f_back
+    caller = -1 if outer is None else _indices[id(outer)]
+    # No other thread may append between the two statements.
+    with _lock:
+        _indices[id(frame)] = len(calls)
+        calls.append((time.monotonic_ns(), caller, code.co_filename.removeprefix(_ROOT), code.co_qualname))
 
 
 def _toggle(_number: int, _frame: FrameType | None) -> None:

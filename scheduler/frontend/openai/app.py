@@ -34,7 +34,7 @@ from scheduler.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
+    GenerationFields,
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -330,7 +330,7 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _options(request: Generation) -> dict[str, bool]:
+def _options(request: GenerationFields) -> dict[str, bool]:
     """Returns which events of a stream have the usage, and whether answers have token ids and prompt logprobs."""
     asked = request.stream_options
     return {
@@ -341,7 +341,7 @@ def _options(request: Generation) -> dict[str, bool]:
     }
 
 
-def _comparisons(request: Generation) -> list[str]:
+def _comparisons(request: GenerationFields) -> list[str]:
     """Returns the answer's fields for a comparison with an earlier response."""
     options = request.prompt_cache_options
     is_asked = {

@@ -383,7 +383,7 @@ class StreamOptions(LenientModel):
     continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
 
 
-class Generation(LenientModel):
+class GenerationFields(LenientModel):
     """Common fields of chat completions and completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -553,11 +553,11 @@ class Templated(Tooled):
     )
 
 
-class ChatCompletionRequest(Generation, Templated):
+class ChatCompletionRequest(GenerationFields, Templated):
     """POST /v1/chat/completions."""
 
     unsupported: ClassVar = {
-        **Generation.unsupported,
+        **GenerationFields.unsupported,
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
@@ -573,7 +573,7 @@ class ChatCompletionRequest(Generation, Templated):
         "web_search_options": (),
     }
     # Options of media, which are refused.
-    ignored: ClassVar = Generation.ignored | _names(
+    ignored: ClassVar = GenerationFields.ignored | _names(
         "max_dynamic_patch media_io_kwargs min_dynamic_patch use_audio_in_video"
     )
 
@@ -597,11 +597,11 @@ class ChatCompletionRequest(Generation, Templated):
             raise InvalidField("top_logprobs", "needs logprobs: true")
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
     unsupported: ClassVar = {
-        **Generation.unsupported,
+        **GenerationFields.unsupported,
         "add_special_tokens": (True,),
         "prompt_embeds": (),
         "suffix": ("",),

@@ -11,7 +11,7 @@ from scheduler.frontend.openai.errors import FieldError
 from scheduler.frontend.openai.extensions import Items, StrictModel, Text, is_encodable
 
 if TYPE_CHECKING:
-    from scheduler.frontend.openai.requests import Generation
+    from scheduler.frontend.openai.requests import GenerationFields
 
 # JSON Schema of any object.
 ANY_OBJECT = '{"type": "object"}'
@@ -138,7 +138,7 @@ class StructuredOutputs(StrictModel):
             yield path + ".structural_tag", self.structural_tag.form()
 
 
-def form_of(request: "Generation") -> Form | None:
+def form_of(request: "GenerationFields") -> Form | None:
     """Returns the form that a request asks for, if any. Raises FieldError for several or incomplete forms."""
     forms = list(_forms(request))
     if len(forms) > 1:
@@ -148,7 +148,7 @@ def form_of(request: "Generation") -> Form | None:
     return forms[0] if forms else None
 
 
-def _forms(request: "Generation") -> Iterator[Form]:
+def _forms(request: "GenerationFields") -> Iterator[Form]:
     if request.response_format is not None and (form := request.response_format.form("response_format")):
         yield form
     if request.structured_outputs is not None:

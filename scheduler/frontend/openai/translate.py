@@ -20,7 +20,7 @@ from scheduler.frontend.openai.extensions import (
 from scheduler.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
-    Generation,
+    GenerationFields,
     Message,
     Templated,
     TokenizeRequest,
@@ -137,7 +137,7 @@ def of_prompt(names: Names, number: int) -> Names:
     return tuple((ours, f"prompt[{number}]" if theirs == "prompt" else theirs) for ours, theirs in names)
 
 
-def names(request: Generation) -> Names:
+def names(request: GenerationFields) -> Names:
     """Returns the names of the message's fields in a request."""
     is_chat = isinstance(request, ChatCompletionRequest)
     own = [("sampling.num_logprobs", "top_logprobs" if is_chat else "logprobs")]
@@ -270,7 +270,7 @@ def _add_tools(chat: pb.ChatInput, request: Templated) -> None:
             chat.tool_name = request.tool_choice.function.name
 
 
-def request_id(request: Generation) -> str | None:
+def request_id(request: GenerationFields) -> str | None:
     """Returns the id that the caller gives the request; None if there is none."""
     return request.rid if request.request_id is None else request.request_id
 
@@ -292,7 +292,7 @@ def _mark(said: pb.ChatMessage, end: int, ttl: float) -> None:
     said.cache_breakpoints.add(content_end=end, retention_priority=CACHED_PRIORITY, retention_duration=duration(ttl))
 
 
-def _is_prewarm(request: Generation, max_tokens: int | None) -> bool:
+def _is_prewarm(request: GenerationFields, max_tokens: int | None) -> bool:
     """Raises InvalidField if the request also wants tokens."""
     if not (request.prompt_cache_options and request.prompt_cache_options.prewarm):
         return False
@@ -301,7 +301,7 @@ def _is_prewarm(request: Generation, max_tokens: int | None) -> bool:
     return True
 
 
-def _generation(request: Generation) -> pb.StreamGenerateRequest:
+def _generation(request: GenerationFields) -> pb.StreamGenerateRequest:
     if request.request_id is not None and request.rid not in (None, request.request_id):
         raise InvalidField("rid", "cannot be given together with another request_id")
     message = pb.StreamGenerateRequest(
@@ -330,7 +330,7 @@ def _generation(request: Generation) -> pb.StreamGenerateRequest:
     return message
 
 
-def _sampling(request: Generation) -> pb.SamplingParams:
+def _sampling(request: GenerationFields) -> pb.SamplingParams:
     return pb.SamplingParams(
         # The service's default is greedy, OpenAI's is 1.
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -356,7 +356,7 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(name): bias for name, bias in biases.items()}
 
 
-def _cache(request: Generation) -> pb.CacheOptions:
+def _cache(request: GenerationFields) -> pb.CacheOptions:
     if request.cache_salt is not None and request.extra_key not in (None, request.cache_salt):
         raise InvalidField("extra_key", "cannot be given together with another cache_salt")
     cache = pb.CacheOptions(

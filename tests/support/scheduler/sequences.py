@@ -11,7 +11,7 @@ from protos.execution.v1 import execution_pb2 as pb
 from scheduler.bridge import CacheUpdate, RequestUpdates, SyncAnswer
 from scheduler.core.batch import RunningBatch
 from scheduler.core.loop import MOST_AHEAD
-from scheduler.core.planner import Plan
+from scheduler.core.planner import StepPlan
 from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.request import AdmissionAttempt, Request
 from scheduler.sequence import Copy, Sequence
@@ -107,7 +107,7 @@ def answer(batch: RunningBatch, step: InFlightStep, copied: Seq[int] = (), faile
     result = result_of(step)
     result.copied_tickets.extend(copied)
     result.failed_tickets.extend(failed)
-    batch.commit(step, result)
+    batch.apply_result(step, result)
 
 
 class Pipeline:
@@ -124,7 +124,7 @@ class Pipeline:
         """The steps that are not answered yet."""
         return tuple(self._in_flight)
 
-    def turn(self, plan: Plan) -> InFlightStep | None:
+    def turn(self, plan: StepPlan) -> InFlightStep | None:
         """Sends a plan that computes something; returns the step to answer now, if there is one."""
         if plan.compute:
             self.sent += 1

@@ -49,7 +49,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
         if life.world.manager is not manager:
             manager = life.world.manager
             reader = manager.queries.snapshot()
-            steps, begun = reader.steps(), manager.queries.last_event
+            steps, begun = reader.slots(), manager.queries.last_event
         try:
             reader.catch_up()
             ended = False
@@ -80,7 +80,7 @@ def test_a_snapshot_has_no_blocks_of_an_executor_that_was_lost_while_they_were_r
     world = World(12)
     world.cache(list(range(40)))
     reader = world.queries.snapshot()
-    reading = reader.steps()
+    reading = reader.slots()
     next(reading)
     world.expire_executor()
     world.register_again()
@@ -204,7 +204,7 @@ def cached_world(blocks: int) -> World:
 READS = {
     "check": lambda world: (item for part in world.queries.check_pool_in_parts() for item in part()),
     "dump": lambda world: next(part for part in world.queries.state_outline() if not isinstance(part, str)),
-    "snapshot": lambda world: world.queries.snapshot().steps(),
+    "snapshot": lambda world: world.queries.snapshot().slots(),
     "blocks": lambda world: world.queries.blocks("e/0"),
     "filtered": lambda world: world.queries.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
     "prefixes": lambda world: world.queries.prefixes(BlockFilter(pool_id="e/0", salt="none")),

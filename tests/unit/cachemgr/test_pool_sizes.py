@@ -8,7 +8,7 @@ from cachemgr.errors import PoolInUseError, SequenceTooLongError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.slices import Steps, at_once
+from cachemgr.slices import Slices, at_once
 from cachemgr.types import EventKind, ForgetTarget, LeftBlocks, Prefix, Quota, RemovalCause, Resized, TierKind
 from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World, retain
@@ -310,14 +310,14 @@ def test_a_shrinking_pool_keeps_blocks_below_a_floor():
     assert world.cached_tokens([1, 2, 3, 4], salt="a") == 3
 
 
-def begin_shrinking(world: World, total: int) -> Steps[Resized]:
+def begin_shrinking(world: World, total: int) -> Slices[Resized]:
     """Takes a step of the call, of one block."""
     call = world.operators.update_pool("e/0", total, "", validate_only=False)
     go_on(world, call)
     return call
 
 
-def go_on(world: World, call: Steps[Resized]) -> None:
+def go_on(world: World, call: Slices[Resized]) -> None:
     with small_steps():
         next(call)
     world.check()

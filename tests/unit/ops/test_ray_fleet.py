@@ -11,19 +11,19 @@ import pytest
 import ray_fleet
 import ray_member
 from layout import LayoutError, Process
-from ray_member import Plan, Status
+from ray_member import FleetPlan, Status
 
 from protos.rpc.addresses import AddressError, check_distinct
 from protos.rpc.settings import SettingsError
 from tests.support.ports import free_address
 
 STATE = {"KVKEEP_STATE_DIR": "/state", "KVKEEP_EXECUTOR_MODEL": "tiny"}
-PLAN = Plan(STATE, shards=2, cpus=2, gpus=0, first_port=20_000)
+PLAN = FleetPlan(STATE, shards=2, cpus=2, gpus=0, first_port=20_000)
 SHARD = {"cachemgr_address": "10.0.0.7:1", "cachemgr_admin_address": "10.0.0.7:2"}
 HOST = "10.0.0.9"
 
 
-def make(name: str, plan: Plan = PLAN, host: str = HOST, share: float = 1.0) -> list[Process]:
+def make(name: str, plan: FleetPlan = PLAN, host: str = HOST, share: float = 1.0) -> list[Process]:
     plan = replace(plan, settings={**plan.settings, "KVKEEP_INSECURE": "1"})
     return ray_member.make_processes(name, plan, host, share=share, shard=SHARD)
 

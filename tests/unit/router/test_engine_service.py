@@ -17,7 +17,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_status
 from scheduler.cache.client import CacheClient
 from scheduler.errors import DrainingError
-from scheduler.frontend.engine_service import Session
+from scheduler.frontend.engine_service import PeerRequests
 from scheduler.frontend.validation import RequestValidator
 from tests.support.patience import patience
 from tests.support.scheduler.fleet import run_engine
@@ -164,7 +164,7 @@ async def test_requests_that_fail_are_reported_once(tmp_path: Path) -> None:
     async with run_engine(tmp_path) as engine:
         engine.executor.step_seconds = 0.02
         requests, peer = engine.scheduler.requests, AtOnce()
-        serving = asyncio.create_task(Session(requests, None, peer).run(commands()))
+        serving = asyncio.create_task(PeerRequests(requests, None, peer).run(commands()))
         await peer.until("outputs")
         requests.fail_all(DrainingError("the scheduler is stopping"))
         await peer.until("failures", 2)
@@ -184,7 +184,7 @@ async def test_a_router_that_leaves_in_the_middle_of_a_message_is_no_error(tmp_p
     async with run_engine(tmp_path) as engine:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         peer = Gone()
-        serving = asyncio.create_task(Session(engine.scheduler.requests, None, peer).run(commands()))
+        serving = asyncio.create_task(PeerRequests(engine.scheduler.requests, None, peer).run(commands()))
         await peer.begun.wait()
         # The call ends, and then the server stops.
         serving.cancel()
@@ -210,7 +210,7 @@ async def to_the_end(call: Any) -> None:
 async def test_a_session_that_can_say_nothing_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No router can make that happen; a defect can. Its requests would wait there for ever."""
 
-    def fails(self: Session, message: pb.StreamRequestsResponse) -> None:
+    def fails(self: PeerRequests, message: pb.StreamRequestsResponse) -> None:
         raise ZeroDivisionError
 
     async with run_engine(tmp_path) as engine, grpc.aio.insecure_channel(engine.address) as channel:
@@ -218,7 +218,7 @@ async def test_a_session_that_can_say_nothing_any_more_ends(tmp_path: Path, monk
         call = stub.StreamRequests()
         await call.write(start(max_tokens=100))
         assert await news(call, "outputs")
-        monkeypatch.setattr(Session, "_add_loads", fails)
+        monkeypatch.setattr(PeerRequests, "_add_loads", fails)
         with capture_logs() as logs:
             async with asyncio.timeout(patience(20)):
                 with pytest.raises(grpc.aio.AioRpcError):

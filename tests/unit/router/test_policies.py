@@ -24,7 +24,7 @@ from scheduler.router.policies import (
     Prefix,
     Prompt,
     RoundRobin,
-    Session,
+    SessionAffinity,
 )
 
 BLOCK = 16
@@ -171,7 +171,7 @@ def test_least_load_compares_samples_and_then_prompt_tokens() -> None:
 
 
 def test_sessions_stay_when_an_engine_is_added_and_few_move_when_one_is_removed() -> None:
-    policy, engines = Session(), [engine(name) for name in "abcd"]
+    policy, engines = SessionAffinity(), [engine(name) for name in "abcd"]
     prompts = [PROMPT._replace(session=f"s{number}") for number in range(200)]
     homes = [policy.choose(prompt, engines).name for prompt in prompts]
     assert all(25 <= homes.count(name) <= 80 for name in "abcd")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from scheduler.router.expected_seconds import Match
-from scheduler.router.view import CacheView, Generation, Owner
+from scheduler.router.view import CacheView, Owner, ShardView
 from tests.support.cache_view import assert_nothing_leaks
 from tests.support.generation import generate, greedy_request
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -50,37 +50,37 @@ def expected(tiers: dict[int, int], keys: list[int]) -> Match:
 
 @given(st.lists(_changes, max_size=40), st.lists(st.sampled_from(KEYS), max_size=8))
 def test_the_view_is_what_the_changes_come_to(changes: list[tuple[Any, ...]], asked: list[int]) -> None:
-    view, generations = CacheView(), {shard: Generation(shard) for shard in ("one", "two")}
+    view, shard_views = CacheView(), {shard: ShardView(shard) for shard in ("one", "two")}
     model: dict[Owner, dict[int, int]] = {}
-    for generation in generations.values():
-        view.show(generation)
+    for shard_view in shard_views.values():
+        view.show(shard_view)
     for kind, *rest in changes:
         if kind == "snapshot":
             # A new snapshot has the blocks of the model; until it is complete the older one counts.
-            generation = Generation(rest[0])
+            shard_view = ShardView(rest[0])
             for owner in [owner for owner in model if owner.shard == rest[0]]:
                 name, known = owner.executor_id, model[owner]
-                view.apply(generation, [registered(name)])
+                view.apply(shard_view, [registered(name)])
                 by_tier = [blocks(name, tier, [key for key in known if known[key] == tier]) for tier in (1, 2, 3)]
-                view.apply(generation, by_tier)
+                view.apply(shard_view, by_tier)
             assert view.match(OWNERS, array("Q", asked)) == _matches(model, asked)
-            view.show(generation)
-            generations[rest[0]] = generation
+            view.show(shard_view)
+            shard_views[rest[0]] = shard_view
         elif kind == "sweep":
             asyncio.run(view.sweep())
         else:
             owner, *fields = rest
-            name, generation = owner.executor_id, generations[owner.shard]
+            name, shard_view = owner.executor_id, shard_views[owner.shard]
             if kind == "registered":
                 model.setdefault(owner, {})
-                view.apply(generation, [registered(name)])
+                view.apply(shard_view, [registered(name)])
             elif kind == "lost":
                 model.pop(owner, None)
-                view.apply(generation, [pb.CacheChange(lost=pb.Executor(executor_id=name))])
+                view.apply(shard_view, [pb.CacheChange(lost=pb.Executor(executor_id=name))])
             else:
                 tier, keys = fields
                 # Blocks of the group with a window do not count.
-                view.apply(generation, [blocks(name, tier, keys), blocks(name, 1, keys, group=0)])
+                view.apply(shard_view, [blocks(name, tier, keys), blocks(name, 1, keys, group=0)])
                 for key in keys if owner in model else ():
                     model[owner][key] = tier
         assert view.match(OWNERS, array("Q", asked)) == _matches(model, asked)
@@ -95,23 +95,23 @@ def _matches(model: dict[Owner, dict[int, int]], asked: list[int]) -> dict[Owner
 
 
 def test_what_is_dropped_leaves_no_block_behind() -> None:
-    view, generation = CacheView(), Generation("one")
-    view.apply(generation, [registered("a"), registered("b"), blocks("a", 1, [1, 2, 3]), blocks("b", 2, [3])])
-    view.show(generation)
-    view.apply(generation, [pb.CacheChange(lost=pb.Executor(executor_id="a"))])
+    view, shard_view = CacheView(), ShardView("one")
+    view.apply(shard_view, [registered("a"), registered("b"), blocks("a", 1, [1, 2, 3]), blocks("b", 2, [3])])
+    view.show(shard_view)
+    view.apply(shard_view, [pb.CacheChange(lost=pb.Executor(executor_id="a"))])
     assert len(view) == 3
     asyncio.run(view.sweep())
     assert len(view) == 1
-    view.apply(generation, [registered("c")])
+    view.apply(shard_view, [registered("c")])
     assert view.match([Owner("one", "c")], array("Q", [3])) == {}
     assert_nothing_leaks(view)
 
 
 def test_a_tier_of_a_later_version_is_none_and_leaves_other_executors_alone() -> None:
-    view, generation = CacheView(), Generation("one")
-    view.apply(generation, [registered("a"), registered("b"), blocks("a", 1, [1, 2])])
-    view.show(generation)
-    view.apply(generation, [blocks("a", 4, [1, 2])])
+    view, shard_view = CacheView(), ShardView("one")
+    view.apply(shard_view, [registered("a"), registered("b"), blocks("a", 1, [1, 2])])
+    view.show(shard_view)
+    view.apply(shard_view, [blocks("a", 4, [1, 2])])
     assert view.match([Owner("one", "a"), Owner("one", "b")], array("Q", [1, 2])) == {}
     assert len(view) == 0
 

@@ -200,7 +200,7 @@ class Stage:
         }
         for handle, slots in used.items():
             assert slots <= owned[handle], f"{handle} computed in slots that it does not have"
-        self.batch.commit(flight, result)
+        self.batch.apply_result(flight, result)
         self.manager.confirm_transfers("e", 1, [copy.ticket for copy in flight.copies], [], flight.number)
 
     def turn(self, budget: int = 64, *, syncs: bool = True) -> None:

@@ -45,7 +45,7 @@ def test_lengths_are_bounds_in_flight_and_exact_when_answered(
             wanted = {handle: luck.randint(1, 9) for handle in result.sequences if luck.random() < 0.7}
             result.draft_sequences.extend(wanted.keys())
             result.draft_tokens.extend(wanted.values())
-            batch.commit(step, result)
+            batch.apply_result(step, result)
         for item in batch.ranked:
             assert item.computed <= item.planned <= item.capacity
             assert item.computed < len(item.token_ids) or item.computed < len(item.request.prompt_ids)
@@ -120,7 +120,7 @@ def test_an_answer_with_other_tokens_than_allowed_loses_the_executor(sequences: 
     result.token_ids.extend([1] * len(sequences))
     result.stopped.extend([False] * len(sequences))
     with pytest.raises(ExecutorLostError):
-        batch.commit(step, result)
+        batch.apply_result(step, result)
 
 
 async def test_output_and_usage_are_those_without_drafts(stack: Stack) -> None:

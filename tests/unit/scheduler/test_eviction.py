@@ -135,7 +135,7 @@ def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
             result.sequences.extend(samples)
             result.token_ids.extend([1] * len(samples))
             result.stopped.extend([False] * len(samples))
-            batch.commit(flight, result)
+            batch.apply_result(flight, result)
         tokens, update = updates(batch)
         evicted += sum(tokens for _, tokens, _ in tokens.evicted)
         most_kept = tokens.most_kept.get(HANDLE, most_kept)
@@ -196,7 +196,7 @@ def test_a_slow_prefill_does_not_split_the_score_window() -> None:
     decoding = make_sequence(HANDLE + 1, 4, max_tokens=100, blocks=30)
     batch = batch_of(decoding)
     _, flight = build_step(1, batch.plan(64, budget), [])
-    batch.commit(
+    batch.apply_result(
         flight, pb.StepResult(step=1, sequences=[HANDLE + 1], token_ids=[1], stopped=[False], num_tokens=4), 0.0
     )
     batch.admit(evicting(chosen, 20, 5, blocks=7))
@@ -215,7 +215,7 @@ def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
     plan = batch.plan(100)
     _, flight = build_step(1, plan, [])
     assert updates(batch)[1].evicting == {}
-    batch.commit(flight, pb.StepResult(step=1, sequences=[HANDLE], token_ids=[1], stopped=[False]))
+    batch.apply_result(flight, pb.StepResult(step=1, sequences=[HANDLE], token_ids=[1], stopped=[False]))
     assert batch.plan(100).compute == []
     assert updates(batch)[1].evicting == {HANDLE: True}
     assert batch.plan(100).out_of_blocks == [sequence]
@@ -228,7 +228,7 @@ def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
     result.evicted_sequences.append(HANDLE)
     result.evicted_tokens.append(9)
     result.kept_masses.append(-1)
-    batch.commit(flight, result)
+    batch.apply_result(flight, result)
     tokens, update = updates(batch)
     assert update.relocated == {HANDLE: 20}
     assert tokens.evicted == [(HANDLE, 9, -1)]
@@ -249,7 +249,7 @@ def test_a_sequence_that_stops_before_its_first_eviction_has_not_moved(
                 result.sequences.append(HANDLE)
                 result.token_ids.append(1)
                 result.stopped.append(sampled == stop_at)
-            batch.commit(flight, result)
+            batch.apply_result(flight, result)
         update = updates(batch)[1]
         assert update.relocated.get(HANDLE, 0) <= sequence.computed
         own = [(HANDLE, list(range(501, 520)), 0)] if update.evicting else []
