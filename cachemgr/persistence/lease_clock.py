@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from math import isfinite
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.persistence.ports import Source
+from cachemgr.queries import Queries
 from cachemgr.types import PinRecord
 
 
 class StoreClocks:
     """A clock for each executor, and one for the keys of no executor, driven by the manager's time, in seconds."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Queries) -> None:
         self._source = source
         self._zero: dict[str, float] = {}
 

@@ -14,9 +14,10 @@ from cachemgr.persistence.consistency import Difference, compare_entries
 from cachemgr.persistence.lease_clock import StoreClocks, pin_with_end_time
 from cachemgr.persistence.marked_writes import MarkedWrites
 from cachemgr.persistence.pending_changes import Hash, PendingEntries
-from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message
 from cachemgr.persistence.redis_keys import Keys
+from cachemgr.persistence.restoring import Restoring
+from cachemgr.queries import Queries
 from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -40,7 +41,7 @@ class OperatorStore:
         clocks: StoreClocks,
         writes: MarkedWrites,
         queue: PendingEntries,
-        source: Source,
+        source: Queries,
         calls: Restoring,
     ) -> None:
         self._redis = redis

@@ -28,10 +28,11 @@ from cachemgr.persistence.lease_clock import StoreClocks, parse_time, pin_with_r
 from cachemgr.persistence.marked_writes import MarkedWrites
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.pending_changes import Changes, Current, PendingChanges
-from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.reading import Reading
 from cachemgr.persistence.records import encode_block, encode_slot
 from cachemgr.persistence.redis_keys import OPERATORS, Keys
+from cachemgr.persistence.restoring import Restoring
+from cachemgr.queries import Queries
 from cachemgr.types import Slot
 from protos.rpc.redis_client import UNAVAILABLE, reason
 
@@ -68,7 +69,7 @@ class IndexStore:
         self,
         redis: Redis,
         queue: PendingChanges,
-        source: Source,
+        source: Queries,
         calls: Restoring,
         *,
         epoch: int,

@@ -15,39 +15,78 @@ BLOCK_KINDS = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8)}
 
 
 class Linear(ctypes.Structure):
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64), ("stored", c_int64))
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("stored", c_int64),
+    )
 
 
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", Linear),
+        ("out", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("group", c_int64),
     )
 
 
 class Model(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "intermediate", "vocabulary")),
-        *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
-        *((name, c_float) for name in ("epsilon", "attention_scale", "rotary_scale")),
-        *((name, c_void_p) for name in ("frequencies", "final_norm", "embedding")),
-        *((name, c_int64) for name in ("embedding_stored", "cached")),
-        *((name, Linear) for name in ("table", "head")),
+        ("layers", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("vocabulary", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("epsilon", c_float),
+        ("attention_scale", c_float),
+        ("rotary_scale", c_float),
+        ("frequencies", c_void_p),
+        ("final_norm", c_void_p),
+        ("embedding", c_void_p),
+        ("embedding_stored", c_int64),
+        ("cached", c_int64),
+        ("table", Linear),
+        ("head", Linear),
         ("layer", POINTER(Layer)),
     )
 
 
 class Group(ctypes.Structure):
-    _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
+    _fields_ = (
+        ("slots", c_void_p),
+        ("tables", c_void_p),
+        ("width", c_int64),
+        ("window", c_int64),
+    )
 
 
 class Scored(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("sequence", "rows", "keys")),
-        *((name, c_void_p) for name in ("weights", "squares", "totals")),
-        *((name, c_int64) for name in ("heads", "capacity", "first", "width")),
+        ("sequence", c_int64),
+        ("rows", c_int64),
+        ("keys", c_int64),
+        ("weights", c_void_p),
+        ("squares", c_void_p),
+        ("totals", c_void_p),
+        ("heads", c_int64),
+        ("capacity", c_int64),
+        ("first", c_int64),
+        ("width", c_int64),
     )
 
 
@@ -57,22 +96,36 @@ MOST_PARTS = 3
 
 class AdapterMatrix(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("a", "b")),
-        *((name, c_int64) for name in ("rank", "parts", "n", "k")),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("rank", c_int64),
+        ("parts", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
         ("scale", c_float * MOST_PARTS),
     )
 
 
 class AdapterSpan(ctypes.Structure):
-    _fields_ = (("adapter", c_void_p), ("begin", c_int64), ("end", c_int64))
+    _fields_ = (
+        ("adapter", c_void_p),
+        ("begin", c_int64),
+        ("end", c_int64),
+    )
 
 
 class Batch(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
-        *((name, c_void_p) for name in ("ids", "positions", "query_start")),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("groups", c_int64),
+        ("outputs", c_int64),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
         ("group", POINTER(Group)),
-        *((name, c_void_p) for name in ("rows", "cache_positions")),
+        ("rows", c_void_p),
+        ("cache_positions", c_void_p),
         ("entries", c_int64),
         ("scored", POINTER(Scored)),
         ("invariant", c_int64),
